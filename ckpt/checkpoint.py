@@ -1,0 +1,171 @@
+"""What every format reads into, and what every format designs an output as.
+
+A ``Checkpoint`` is a manifest plus what it says of model, mesh and layout. A ``Design`` is
+an output before it exists: its files and the manifest of where their tensors lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from . import families
+from .containers.blueprint import Blueprint, Index, Spec
+from .errors import CheckpointError
+from .family import Family, evaluate, model_flags
+from .manifest import Manifest, SideFile
+from .mesh import Mesh
+
+
+CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What the user says about a source that its files do not."""
+
+    config: Path | None = None  # folder or file of a Hugging Face config
+    layout: Mapping[str, str] = field(default_factory=dict)  # tags that override the file's
+    vocab_size: int | None = None  # true rows of the vocabulary
+    weights_only: bool = False  # leave optimizer files alone
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A family with the sizes and flags of one config."""
+
+    family: Family
+    config: Mapping[str, object]
+    sizes: dict[str, int]
+    flags: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file of the checkpoint and what the inspect table says of it."""
+
+    path: str
+    rank: str  # "tp 0 pp 1", or "" for Hugging Face files
+    nbytes: int
+    num_tensors: int
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A source: what is where, and what it says about itself."""
+
+    path: Path
+    format: str
+    manifest: Manifest
+    model: Model | None = None
+    mesh: Mesh = field(default_factory=lambda: Mesh((("tp", 1), ("pp", 1))))
+    dp: int = 1  # data-parallel ranks of the run that saved it
+    sharded: bool = False  # the optimizer state is cut over them
+    layout: dict[str, str] = field(default_factory=dict)
+    step: int | None = None
+    padded_vocab: int | None = None
+    vocab_multiple: int = 128  # rows are padded to a multiple of this times tp
+    files: list[RankFile] = field(default_factory=list)
+    digests: dict[str, tuple[int, str]] = field(default_factory=dict)  # name -> size, xxh3-128
+    tied: list[str] = field(default_factory=list)  # stored names that repeat another tensor
+    left_out: list[tuple[str, int]] = field(default_factory=list)  # (reason, bytes), per tensor
+    notes: list[str] = field(default_factory=list)  # lines that the user is to see
+    random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
+    unread_optimizer: str = ""  # why optimizer files here cannot be read; empty if they can
+
+    def need_model(self) -> Model:
+        """The model, for jobs that must know the packing."""
+        if self.model is None:
+            raise CheckpointError(
+                f"{self.path}: no config.json says which model this is; name its folder with "
+                "--config HF_DIR"
+            )
+        return self.model
+
+
+class Container(Protocol):
+    """Knows bytes: where tensors lie in one file, existing or to be made."""
+
+    def index(self, path: str) -> Index: ...
+
+    def layout(self, specs: Sequence[Spec], metadata: Mapping[str, str]) -> Blueprint: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OutFile:
+    """A file to be made."""
+
+    path: str
+    blueprint: Blueprint
+
+
+@dataclass(slots=True)
+class Design:
+    """An output before it exists."""
+
+    files: list[OutFile]
+    manifest: Manifest
+    tied: int = 0  # copies of tied tensors that are written in addition
+
+
+def load_json(path: Path) -> dict[str, object]:
+    """A JSON object; NaN, infinities and anything but an object are refused."""
+
+    def refuse(text: str) -> float:
+        raise CheckpointError(f"{path}: holds the number {text}, which JSON does not have")
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_digests(table: object) -> dict[str, tuple[int, str]]:
+    """File name -> (size, xxh3-128 or ""), from the ``files`` of a checkpoint.json."""
+    found = {}
+    for name, row in table.items() if isinstance(table, dict) else ():
+        size = row.get("size") if isinstance(row, dict) else None
+        if not isinstance(name, str) or type(size) is not int:
+            raise CheckpointError(f"the entry of {name!r} in files has no whole number as size")
+        found[name] = (size, str(row.get("xxh3_128", "")))
+    return found
+
+
+def find_config(folder: Path, options: ReadOptions) -> Path | None:
+    """The config file: the user's, else the folder's own, else None."""
+    if options.config is not None:
+        path = options.config / "config.json" if options.config.is_dir() else options.config
+        if not path.is_file():
+            raise CheckpointError(f"--config {options.config}: there is no {path}")
+        return path
+    own = folder / "config.json"
+    return own if own.is_file() else None
+
+
+def load_model(path: Path, vocab_size: int | None = None) -> Model:
+    """The family, sizes and flags that a config.json describes.
+
+    ``vocab_size`` overrides the config's number of true vocabulary rows.
+    """
+    config = load_json(path)
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"{path}: the weights are quantized (quantization_config); dequantize them first, "
+            "since packed weights and scales cannot be cut by rows"
+        )
+    family = families.find(config.get("model_type"), str(path))
+    sizes = {"one": 1, **evaluate(family, config, str(path))}
+    if vocab_size is not None:
+        sizes["vocab"] = vocab_size
+    return Model(family, config, sizes, model_flags(family, config, str(path)))

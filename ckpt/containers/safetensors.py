@@ -1,0 +1,162 @@
+"""The safetensors container: an 8-byte length, a JSON header, then the bytes.
+
+Reads the header only, and checks every length and offset against the file before
+anything else trusts it. Memory is bounded by the header, which the format caps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from ..box import row_major
+from ..dtypes import ITEMSIZE
+from ..errors import CheckpointError
+from .blueprint import Blueprint, Entry, Index, Spec
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+ALIGN_BYTES = 8  # the header is padded so that the data starts on this boundary
+
+
+def index(path: str) -> Index:
+    """The tensors of a file; raises CheckpointError on anything the format does not allow."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES or length + 8 > size:
+            raise CheckpointError(
+                f"{path}: header of {length} bytes does not fit a file of {size} bytes; "
+                "the file is truncated or no safetensors file"
+            )
+        raw = file.read(length)
+    if len(raw) < length:
+        raise CheckpointError(f"{path}: header ends after {len(raw)} of {length} bytes")
+    header = _parse(path, raw)
+    metadata = _metadata(path, header.pop("__metadata__", {}))
+    base = 8 + length
+    entries = {name: _entry(path, name, row, base, size) for name, row in header.items()}
+    _check_tiling(path, entries, base, size)
+    return Index(path, size, entries, metadata)
+
+
+def _parse(path: str, raw: bytes) -> dict[str, object]:
+    def refuse(text: str) -> NoReturn:
+        raise CheckpointError(f"{path}: the header holds the number {text}")
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{path}: the header names {twice!r} twice")
+        return table
+
+    try:
+        header = json.loads(
+            raw.decode("utf-8"), parse_constant=refuse, object_pairs_hook=unique
+        )
+    except CheckpointError:
+        raise
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is a {type(header).__name__}, not an object")
+    return header
+
+
+def _metadata(path: str, table: object) -> dict[str, str]:
+    if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+        raise CheckpointError(f"{path}: __metadata__ must map strings to strings")
+    return table
+
+
+def _entry(path: str, name: str, row: object, base: int, size: int) -> Entry:
+    """One header row as a view; ``base`` is where the data starts in the file."""
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(
+            f"{path}: {name}: needs exactly dtype, shape and data_offsets, got {_short(row)}"
+        )
+    dtype, shape, span = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise CheckpointError(f"{path}: {name}: dtype {_short(dtype)} is not one this tool reads")
+    if not _is_counts(shape) or not _is_counts(span) or len(span) != 2:
+        raise CheckpointError(
+            f"{path}: {name}: shape {_short(shape)} and data_offsets {_short(span)} "
+            "must be whole numbers of at least 0"
+        )
+    start, stop = span
+    need = math.prod(shape) * ITEMSIZE[dtype]
+    if stop - start != need:
+        raise CheckpointError(
+            f"{path}: {name}: shape {shape} of {dtype} needs {need} bytes, "
+            f"data_offsets {span} hold {stop - start}"
+        )
+    if base + stop > size:
+        raise CheckpointError(
+            f"{path}: {name}: ends at byte {base + stop} of a file of {size} bytes; "
+            "the file is truncated"
+        )
+    return Entry(name, dtype, tuple(shape), row_major(tuple(shape)), base + start)
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_tiling(path: str, entries: Mapping[str, Entry], base: int, size: int) -> None:
+    """The format allows neither overlaps nor holes: each byte belongs to one tensor."""
+    spans = sorted(
+        (entry.offset_bytes, math.prod(entry.shape) * ITEMSIZE[entry.dtype], name)
+        for name, entry in entries.items()
+    )
+    at, last = base, "the header"
+    for offset, length, name in spans:
+        if offset != at:
+            what = "overlaps" if offset < at else "leaves a hole after"
+            raise CheckpointError(
+                f"{path}: {name}: starts at byte {offset} and {what} {last}, which ends at {at}"
+            )
+        at, last = offset + length, name
+    if at != size:
+        raise CheckpointError(f"{path}: {size - at} bytes after the last tensor ({last})")
+
+
+def layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Blueprint:
+    """A file that holds ``specs`` in the order given; ``{"format": "pt"}`` is always written.
+
+    Other tools refuse a file without that entry, or guess its framework.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    at, spans = 0, {}
+    for spec in specs:
+        assert spec.name not in spans, f"{spec.name} twice in one file"
+        length = math.prod(spec.shape) * ITEMSIZE[spec.dtype]
+        header[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + length],
+        }
+        spans[spec.name] = at
+        at += length
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % ALIGN_BYTES)
+    if len(raw) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"a header of {len(raw)} bytes is over safetensors' limit of {MAX_HEADER_BYTES}; "
+            "split the output with --max-shard-size"
+        )
+    base = 8 + len(raw)
+    offsets = {name: base + start for name, start in spans.items()}
+    return Blueprint(base + at, offsets, ((0, struct.pack("<Q", len(raw)) + raw),))

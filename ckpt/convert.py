@@ -1,0 +1,353 @@
+"""``reshard`` and ``merge``: what an output is to be, handed to the one job runner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoint import CHECKSUMS, Checkpoint, Design, ReadOptions, find_config
+from .dtypes import CASTABLE, TO_TORCH, parse_dtype
+from .errors import CheckpointError
+from .formats import hf, shards
+from .formats.side_files import side_files
+from .jobs import Job, Report, RunOptions, run_job
+from .manifest import STATES, SideFile, TensorMeta, category_of, is_padding
+from .mesh import Mesh, split_by_counts, split_evenly
+from .planner import Tolerance, by_category
+from .reader import read_checkpoint
+
+if TYPE_CHECKING:
+    from .verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """The layout that shards are to have; None keeps the source's own."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None  # shard the optimizer over this many ranks
+    pp_layers: tuple[int, ...] | None = None  # layers of each stage
+    dtype: str | None = None  # of the weights
+    safe: bool | None = None  # safetensors (True) or torch zips (False)
+    weights_only: bool = False
+    vocab_multiple: int | None = None  # make_vocab_size_divisible_by
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """The Hugging Face checkpoint that is to be written."""
+
+    dtype: str | None = None
+    max_shard_bytes: int | None = None  # None: one file
+    config: Path | None = None  # folder whose config and tokenizer replace the source's
+    from_master: bool = False  # export the optimizer's fp32 masters
+    safe: bool = True
+
+
+def reshard(
+    source: str | Path,
+    output: str | Path | None = None,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    pp_layers: Sequence[int] | None = None,
+    dtype: str | None = None,
+    safe_serialization: bool | None = None,
+    weights_only: bool = False,
+    make_vocab_size_divisible_by: int | None = None,
+    read: ReadOptions | None = None,
+    run: RunOptions | None = None,
+) -> Report:
+    """Write ``source`` as ``tp_X_pp_Y`` shards of another layout; returns the report.
+
+    What is None stays as in the source (a Hugging Face source is tp 1, pp 1). ``dp`` shards
+    the optimizer state over that many ranks, ``pp_layers`` names the layers of each stage,
+    ``dtype`` casts the weights. Default output: ``DIR-tp4-pp2`` beside the source. Raises
+    CheckpointError.
+    """
+    to = ReshardOptions(tp, pp, dp, tuple(pp_layers) if pp_layers is not None else None, dtype,
+                        safe_serialization, weights_only, make_vocab_size_divisible_by)  # fmt: skip
+    read = read or ReadOptions()
+    read = replace(read, weights_only=read.weights_only or to.weights_only)
+    ckpt = read_checkpoint(source, read)
+    model = ckpt.need_model()
+    if ckpt.unread_optimizer and not to.weights_only:
+        raise CheckpointError(ckpt.unread_optimizer)
+    target = _target(ckpt, to)
+    sizes = dict(target.mesh.axes)
+    name = f"{ckpt.path.name}-tp{sizes['tp']}-pp{sizes['pp']}"
+    where = Path(output).expanduser().absolute() if output else ckpt.path.parent / name
+    metas = _cast(ckpt.manifest.tensors, to.dtype)
+    same = _same_layout(ckpt, target)
+    state = {} if to.weights_only else ckpt.manifest.state
+    notes = _state_notes(ckpt, to.weights_only, same)
+
+    def design(root: Path) -> Design:
+        return shards.design(target, metas, root)
+
+    def sides(made: Design, files: Mapping[str, tuple[int, str]]) -> list[SideFile]:
+        padded = shards.padded_vocab(model.sizes["vocab"], target.vocab_multiple, sizes["tp"])
+        dtype = TO_TORCH[_main_dtype(metas)]
+        text = shards.checkpoint_json(target, state, padded, dtype, files)
+        random = list(ckpt.random_states) if same and not to.weights_only else []
+        return [
+            *random,
+            *_with_dtype(ckpt.manifest.side_files, to.dtype),
+            SideFile(shards.CHECKPOINT, text=text),
+        ]
+
+    job = Job(ckpt, design, where, single=False, drop=lambda fqn: None, sides=sides,
+              identity={"to": repr(to), "read": repr(read)})  # fmt: skip
+    report = run_job(job, run or RunOptions())
+    report.notes += notes
+    return report
+
+
+def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards.Target:
+    """The new layout, with everything that the user left open taken from the source."""
+    model = ckpt.need_model()
+    for name, value in (("--tp", to.tp), ("--pp", to.pp), ("--dp", to.dp)):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name} {value}: must be at least 1")
+    multiple = to.vocab_multiple if to.vocab_multiple is not None else ckpt.vocab_multiple
+    if multiple < 1:
+        raise CheckpointError(f"--make-vocab-size-divisible-by {multiple}: must be at least 1")
+    tp = to.tp if to.tp is not None else ckpt.mesh.size("tp")
+    pp = to.pp
+    if pp is None:
+        pp = len(to.pp_layers) if to.pp_layers is not None else ckpt.mesh.size("pp")
+    layers = model.sizes["layer"]
+    if to.pp_layers is not None:
+        if len(to.pp_layers) != pp:
+            raise CheckpointError(
+                f"--pp-layers names {len(to.pp_layers)} stages, --pp says {pp}"
+            )
+        owned = split_by_counts(layers, to.pp_layers)
+    elif to.pp is None and pp == ckpt.mesh.size("pp") and "pp" in ckpt.mesh.owned:
+        owned = ckpt.mesh.owned["pp"]
+    else:
+        owned = split_evenly(layers, pp)
+    mesh = Mesh((("tp", tp), ("pp", pp)), {"pp": owned})
+    dp = to.dp if to.dp is not None else ckpt.dp
+    sharded = dp > 1 if to.dp is not None else ckpt.sharded
+    safe = to.safe if to.safe is not None else not _is_bin(ckpt)
+    step = None if to.weights_only and not ckpt.step else ckpt.step
+    return shards.Target(model, mesh, dp, sharded, multiple, safe, step)
+
+
+def _is_bin(ckpt: Checkpoint) -> bool:
+    """Whether shards should stay torch zips: the spelling of the source is kept."""
+    return ckpt.format == shards.NAME and any(f.path.endswith(".bin") for f in ckpt.files)
+
+
+def _same_layout(ckpt: Checkpoint, target: shards.Target) -> bool:
+    return (
+        ckpt.format == shards.NAME
+        and ckpt.mesh == target.mesh
+        and (ckpt.dp, ckpt.sharded) == (target.dp, target.sharded)
+    )
+
+
+def _state_notes(ckpt: Checkpoint, weights_only: bool, same: bool) -> list[str]:
+    notes = []
+    if weights_only:
+        notes.append("optimizer and training state left out (--weights-only)")
+    elif ckpt.random_states and not same:
+        notes.append(
+            f"dropped {len(ckpt.random_states)} random_states files: they belong to the ranks of "
+            "the old layout"
+        )
+    return notes
+
+
+def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, TensorMeta]:
+    """The tensors with the weights' floating types replaced; optimizer state keeps its own."""
+    if dtype is None:
+        return dict(metas)
+    want = parse_dtype(dtype)
+    return {
+        fqn: TensorMeta(m.shape, want, m.elastic)
+        if category_of(fqn) == "" and m.dtype in CASTABLE
+        else m
+        for fqn, m in metas.items()
+    }
+
+
+def _main_dtype(metas: Mapping[str, TensorMeta]) -> str:
+    """The dtype that most bytes of the weights have."""
+    totals: dict[str, int] = {}
+    for fqn, meta in metas.items():
+        if category_of(fqn) == "":
+            totals[meta.dtype] = totals.get(meta.dtype, 0) + meta.nbytes
+    return max(totals, key=lambda d: totals[d], default="F32")
+
+
+def _with_dtype(sides: tuple[SideFile, ...], dtype: str | None) -> list[SideFile]:
+    """Side files, with config.json saying the dtype that the weights are cast to.
+
+    transformers loads a model in its config's dtype: an old one would undo the cast.
+    """
+    if dtype is None:
+        return list(sides)
+    return [_retyped(s, parse_dtype(dtype)) if s.name == "config.json" else s for s in sides]
+
+
+def _retyped(side: SideFile, dtype: str) -> SideFile:
+    text = side.text or Path(side.source).read_text(encoding="utf-8")
+    table = json.loads(text)
+    keys = [key for key in ("dtype", "torch_dtype") if key in table] or ["torch_dtype"]
+    table.update(dict.fromkeys(keys, TO_TORCH[dtype]))
+    return SideFile(side.name, text=json.dumps(table, indent=2) + "\n")
+
+
+def merge(
+    source: str | Path,
+    output: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | None = None,
+    config: str | Path | None = None,
+    from_master: bool = False,
+    safe_serialization: bool = True,
+    read: ReadOptions | None = None,
+    run: RunOptions | None = None,
+) -> Report:
+    """Write ``source`` as a Hugging Face checkpoint; returns the report.
+
+    An ``output`` that ends in ``.safetensors`` or ``.bin`` is one file, any other a folder
+    with config, tokenizer and all other non-weight files of the source. Default: ``DIR-hf``.
+    ``max_shard_size`` is in bytes (None: one file), ``config`` a folder whose config and
+    tokenizer replace the source's, ``from_master`` exports the optimizer's fp32 masters.
+    """
+    to = MergeOptions(dtype, max_shard_size, Path(config) if config else None, from_master,
+                      safe_serialization)  # fmt: skip
+    read, options = read or ReadOptions(), run or RunOptions()
+    read = replace(read, config=read.config or to.config)
+    ckpt = read_checkpoint(source, replace(read, weights_only=not to.from_master))
+    metas = _masters(ckpt) if to.from_master else _weights(ckpt)
+    metas = _cast(metas, to.dtype)
+    base = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent / ckpt.path.stem
+    where = Path(output).expanduser().absolute() if output else base.parent / f"{base.name}-hf"
+    single = where.suffix in (".bin", ".safetensors")
+    if single and to.max_shard_bytes is not None:
+        raise CheckpointError(f"--output {where} is one file; --max-shard-size needs a folder")
+
+    def design(root: Path) -> Design:
+        return hf.design(
+            metas,
+            root,
+            file_name=where.name if single else "",
+            safe=to.safe,
+            max_shard_bytes=to.max_shard_bytes,
+        )
+
+    def sides(made: Design, files: Mapping[str, tuple[int, str]]) -> list[SideFile]:
+        return [] if single else _merge_sides(ckpt, to, made, files, options, metas)
+
+    drop = by_category({**dict.fromkeys(STATES, "Hugging Face files hold no optimizer state"),
+                        **({"": "the fp32 masters are exported in its place"}
+                           if to.from_master else {})})  # fmt: skip
+    job = Job(_renamed_masters(ckpt) if to.from_master else ckpt, design, where, single, drop,
+              sides, identity={"to": repr(to), "read": repr(read)})  # fmt: skip
+    report = run_job(job, options)
+    if not to.from_master:
+        report.notes += _merge_notes(ckpt)
+    return report
+
+
+def _weights(ckpt: Checkpoint) -> dict[str, TensorMeta]:
+    """The logical weights, padding left behind."""
+    return {
+        fqn: meta
+        for fqn, meta in ckpt.manifest.tensors.items()
+        if category_of(fqn) == "" and not is_padding(fqn)
+    }
+
+
+def _masters(ckpt: Checkpoint) -> dict[str, TensorMeta]:
+    """The weights with the types of their fp32 masters; every weight must have one."""
+    metas = {}
+    missing = []
+    for fqn in _weights(ckpt):
+        meta = ckpt.manifest.tensors.get("master/" + fqn)
+        if meta is None:
+            missing.append(fqn)
+        else:
+            metas[fqn] = meta
+    if missing:
+        raise CheckpointError(
+            f"{ckpt.path}: --from-master: {len(missing)} weights have no master, first "
+            f"{missing[0]}; merge without it"
+        )
+    return metas
+
+
+def _renamed_masters(ckpt: Checkpoint) -> Checkpoint:
+    """The checkpoint with its masters under the weights' names."""
+    manifest = ckpt.manifest
+    keep = {f: f.removeprefix("master/") for f in manifest.tensors if f.startswith("master/")}
+    rest = {f: m for f, m in manifest.tensors.items() if f not in keep and category_of(f)}
+    tensors = {new: manifest.tensors[old] for old, new in keep.items()}
+    chunks = {new: [replace(c, fqn=new) for c in manifest.chunks[old]] for old, new in keep.items()}
+    for fqn in rest:
+        chunks[fqn] = manifest.chunks[fqn]
+    return replace(ckpt, manifest=replace(manifest, tensors={**tensors, **rest}, chunks=chunks))
+
+
+def _merge_notes(ckpt: Checkpoint) -> list[str]:
+    """What a Hugging Face folder cannot hold, in plain words."""
+    notes = []
+    if ckpt.manifest.state or any(Path(f.path).name.startswith("optimizer") for f in ckpt.files):
+        notes.append("optimizer and training state left out: Hugging Face files do not hold them")
+    return notes
+
+
+def _merge_sides(
+    ckpt: Checkpoint,
+    to: MergeOptions,
+    made: Design,
+    files: Mapping[str, tuple[int, str]],
+    options: RunOptions,
+    metas: Mapping[str, TensorMeta],
+) -> list[SideFile]:
+    """Config, tokenizer and the rest; the user's config folder replaces what it also has."""
+    own = {side.name: side for side in ckpt.manifest.side_files}
+    if to.config is not None:
+        given = to.config if to.config.is_dir() else to.config.parent
+        extra = side_files(given) if to.config.is_dir() else (
+            SideFile("config.json", str(to.config)),
+        )
+        own.update({side.name: side for side in extra})
+    dtype = _main_dtype(metas) if to.dtype or to.from_master else None
+    found = _with_dtype(tuple(own.values()), dtype)
+    found += made.manifest.side_files
+    if options.checksum:
+        table = {name: {"size": size, "xxh3_128": mark} for name, (size, mark) in files.items()}
+        found.append(SideFile(CHECKSUMS, text=json.dumps({"files": table}, indent=2) + "\n"))
+    return found
+
+
+def verify_merge(
+    source: str | Path,
+    output: Path,
+    dtype: str | None,
+    from_master: bool,
+    read: ReadOptions | None = None,
+    run: RunOptions | None = None,
+) -> Verdict:
+    """Compare a finished merge with its source, casting the source's values as it was."""
+    from .verify import compare_checkpoints
+
+    read = read or ReadOptions()
+    ckpt = read_checkpoint(source, replace(read, weights_only=not from_master))
+    if from_master:
+        ckpt = _renamed_masters(ckpt)
+    config = find_config(ckpt.path if ckpt.path.is_dir() else ckpt.path.parent, read)
+    made = read_checkpoint(output, ReadOptions(config, vocab_size=read.vocab_size))
+    tolerance = Tolerance(cast=dtype is not None)
+    return compare_checkpoints(ckpt, made, tolerance, True, run or RunOptions())

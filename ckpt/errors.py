@@ -1,0 +1,26 @@
+"""The one error type for what a user gave us: a file, a name, an option.
+
+Our own bugs are ``assert`` failures and never this type, so a caller can catch
+``CheckpointError`` and know that the message names the file or tensor, both
+values where there are two, and the next step where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, option or file that cannot be used as it is."""
+
+
+def raise_all(faults: Iterable[str], headline: str, limit: int = 20) -> None:
+    """Raise one error that lists every fault; return quietly if there is none."""
+    found = list(faults)
+    if not found:
+        return
+    if len(found) == 1:
+        raise CheckpointError(f"{headline}: {found[0]}" if headline else found[0])
+    shown = "\n".join(f"  - {fault}" for fault in found[:limit])
+    more = f"\n  ... and {len(found) - limit} more" if len(found) > limit else ""
+    raise CheckpointError(f"{headline} ({len(found)} faults)\n{shown}{more}")

@@ -1,0 +1,39 @@
+"""One declarative table per model family; ``find`` picks one by a config's ``model_type``.
+
+Every module of this folder whose ``FAMILIES`` lists tables is found by its file name, so a
+new family is one new file. Import errors surface: a broken table must not look like an
+unknown family.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from ..errors import CheckpointError
+from ..family import Family
+
+
+@cache
+def tables() -> dict[str, Family]:
+    """``model_type`` -> family, over all table files."""
+    found: dict[str, Family] = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+        for family in getattr(importlib.import_module(f".{module}", __name__), "FAMILIES", ()):
+            for model_type in family.model_types:
+                assert model_type not in found, f"{model_type} is in two tables"
+                found[model_type] = family
+    return found
+
+
+def find(model_type: object, origin: str) -> Family:
+    """The family of a config's ``model_type``; CheckpointError lists the known ones."""
+    family = tables().get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        known = ", ".join(sorted(tables()))
+        raise CheckpointError(
+            f"{origin}: model_type {model_type!r} has no family table (known: {known}); "
+            "CONTRIBUTING.md says how to add one"
+        )
+    return family

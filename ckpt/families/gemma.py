@@ -1,0 +1,77 @@
+"""Gemma and Gemma 2: tied, head size of its own, norms stored zero-centred (times 1 + w).
+
+Gemma 2 adds a norm after attention and one after the MLP; their stored names are those of
+Megatron-Bridge, since a plain GPTModel has no such tensors.
+"""
+
+from __future__ import annotations
+
+from ..family import Family
+from .llama import LLAMA
+from .rows import (
+    LLAMA_SIZES,
+    M,
+    OLD_BUFFERS,
+    attention_out,
+    embedding,
+    final_norm,
+    gated_mlp,
+    head,
+    norm,
+    qkv,
+    qkv_bias,
+)
+
+_BIAS = ("attention_bias",)
+_ATTENTION = (
+    norm("input_layernorm.weight", M + "input_layernorm.weight"),
+    attention_out(),
+    norm("self_attention.linear_proj.bias", M + "self_attn.o_proj.bias", when=_BIAS),
+)
+_QKV = (qkv(), qkv_bias(_BIAS))
+_FLAGS = {"tie_word_embeddings": True, "attention_bias": False}
+
+GEMMA = Family(
+    name="gemma",
+    model_types=("gemma",),
+    sizes={**LLAMA_SIZES, "hd": "head_dim|256"},  # the config class's default
+    flags=_FLAGS,
+    rules=(
+        embedding(),
+        *_ATTENTION,
+        *_QKV,
+        norm("pre_mlp_layernorm.weight", M + "post_attention_layernorm.weight"),
+        *gated_mlp(),
+        final_norm("weight", "model.norm.weight"),
+        *head(),
+    ),
+    norm_offset=1,
+    ignore=OLD_BUFFERS,
+    tied_names=LLAMA.tied_names,
+)
+
+GEMMA2 = Family(
+    name="gemma2",
+    model_types=("gemma2",),
+    sizes={**LLAMA_SIZES, "hd": "head_dim|256"},
+    flags=_FLAGS,
+    rules=(
+        embedding(),
+        *_ATTENTION,
+        norm(
+            "self_attention.linear_proj.post_layernorm.weight",
+            M + "post_attention_layernorm.weight",
+        ),
+        *_QKV,
+        norm("pre_mlp_layernorm.weight", M + "pre_feedforward_layernorm.weight"),
+        *gated_mlp(),
+        norm("mlp.linear_fc2.post_layernorm.weight", M + "post_feedforward_layernorm.weight"),
+        final_norm("weight", "model.norm.weight"),
+        *head(),
+    ),
+    norm_offset=1,
+    ignore=OLD_BUFFERS,
+    tied_names=LLAMA.tied_names,
+)
+
+FAMILIES = (GEMMA, GEMMA2)

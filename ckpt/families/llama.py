@@ -1,0 +1,66 @@
+"""Llama 1, 2 and 3, and Mistral: RMSNorm, gated MLP, grouped query attention, no packing."""
+
+from __future__ import annotations
+
+from ..family import Family, Part, Rule
+from .rows import (
+    COLUMN,
+    D,
+    LLAMA_SIZES,
+    M,
+    OLD_BUFFERS,
+    attention_out,
+    embedding,
+    final_norm,
+    gated_mlp,
+    head,
+    norm,
+    qkv,
+    qkv_bias,
+)
+
+_BIAS = ("attention_bias",)
+_MLP_BIAS = ("mlp_bias",)
+_MLP_BIAS_PARTS = (Part(M + "mlp.gate_proj.bias", "gate"), Part(M + "mlp.up_proj.bias", "up"))
+
+LLAMA = Family(
+    name="llama",
+    model_types=("llama",),
+    sizes=LLAMA_SIZES,
+    flags={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+    rules=(
+        embedding(),
+        norm("input_layernorm.weight", M + "input_layernorm.weight"),
+        attention_out(),
+        norm("self_attention.linear_proj.bias", M + "self_attn.o_proj.bias", when=_BIAS),
+        qkv(),
+        qkv_bias(_BIAS),
+        norm("pre_mlp_layernorm.weight", M + "post_attention_layernorm.weight"),
+        *gated_mlp(),
+        Rule(
+            D + "mlp.linear_fc1.bias",
+            "gate+up",
+            _MLP_BIAS_PARTS,
+            COLUMN,
+            groups="glu",
+            when=_MLP_BIAS,
+        ),
+        norm("mlp.linear_fc2.bias", M + "mlp.down_proj.bias", when=_MLP_BIAS),
+        final_norm("weight", "model.norm.weight"),
+        *head(),
+    ),
+    ignore=OLD_BUFFERS,
+    tied_names={"lm_head.weight": "model.embed_tokens.weight"},
+)
+
+MISTRAL = Family(
+    name="mistral",
+    model_types=("mistral",),
+    sizes=LLAMA_SIZES,
+    flags={"tie_word_embeddings": False},
+    rules=LLAMA.rules,
+    ignore=OLD_BUFFERS,
+    tied_names=LLAMA.tied_names,
+)
+
+FAMILIES = (LLAMA, MISTRAL)

@@ -1,0 +1,55 @@
+"""Phi-3: Hugging Face's own files already hold q, k, v and gate, up fused, one after another."""
+
+from __future__ import annotations
+
+from ..family import Family, Part, Rule
+from .llama import LLAMA
+from .rows import (
+    COLUMN,
+    HEADS,
+    LLAMA_SIZES,
+    OLD_BUFFERS,
+    D,
+    M,
+    attention_out,
+    embedding,
+    final_norm,
+    gated_mlp,
+    head,
+    norm,
+)
+
+PHI3 = Family(
+    name="phi3",
+    model_types=("phi3",),
+    sizes=LLAMA_SIZES,
+    flags={"tie_word_embeddings": False},
+    rules=(
+        embedding(),
+        norm("input_layernorm.weight", M + "input_layernorm.weight"),
+        attention_out(),
+        Rule(
+            D + "self_attention.linear_qkv.weight",
+            "q+k+v h",
+            (Part(M + "self_attn.qkv_proj.weight", "q+k+v h"),),
+            COLUMN,
+            groups="qkv",
+            checks=HEADS,
+        ),
+        norm("pre_mlp_layernorm.weight", M + "post_attention_layernorm.weight"),
+        Rule(
+            D + "mlp.linear_fc1.weight",
+            "gate+up h",
+            (Part(M + "mlp.gate_up_proj.weight", "gate+up h"),),
+            COLUMN,
+            groups="glu",
+        ),
+        gated_mlp()[1],
+        final_norm("weight", "model.norm.weight"),
+        *head(),
+    ),
+    ignore=OLD_BUFFERS,
+    tied_names=LLAMA.tied_names,
+)
+
+FAMILIES = (PHI3,)

@@ -1,0 +1,120 @@
+"""Rows that many decoder families share; a table picks and adds to them.
+
+Stored names are megatron-core's local-spec names. QKV rows interleave per query group
+([q heads of the group, k, v] for each group) and are cut contiguously over tp, also where
+tp is larger than the number of groups; gated MLP rows hold [gate; up] of their rank.
+"""
+
+from __future__ import annotations
+
+from ..family import Check, Part, Rule
+from ..mesh import Index, Shard
+
+D = "decoder.layers.{layer}."
+M = "model.layers.{layer}."
+LAYER = {"pp": Index("layer")}  # replicated over tp
+COLUMN = {"tp": Shard(0), "pp": Index("layer")}
+ROW = {"tp": Shard(1), "pp": Index("layer")}
+FIRST, LAST = {"pp": 0}, {"pp": -1}
+
+HEADS = (
+    Check("{n} query heads do not divide over tp={tp}", "n", "tp"),
+    Check(
+        "{g} KV heads neither divide over tp={tp} nor are divided by it", "g", "tp", either_way=True
+    ),
+)
+
+# config keys of the Llama line; q, k, v, gate and up are the segments of packed rows
+LLAMA_SIZES = {
+    "layer": "num_hidden_layers",
+    "h": "hidden_size",
+    "n": "num_attention_heads",
+    "g": "num_key_value_heads|n",
+    "hd": "head_dim|h/n",
+    "q": "n*hd",
+    "k": "g*hd",
+    "v": "g*hd",
+    "gate": "intermediate_size",
+    "up": "intermediate_size",
+    "vocab": "vocab_size",
+}
+
+OLD_BUFFERS = {
+    r".*rotary_emb\.inv_freq": "a rotary table, computed from the config",
+}
+
+
+def embedding(fqn: str = "model.embed_tokens.weight") -> Rule:
+    """The word embedding, rows over tp, on the first stage."""
+    return Rule(
+        "embedding.word_embeddings.weight",
+        "vocab h",
+        (Part(fqn, "vocab h"),),
+        {"tp": Shard(0)},
+        FIRST,
+        pad="vocab",
+    )
+
+
+def head(tied_to: str = "model.embed_tokens.weight") -> tuple[Rule, Rule]:
+    """The output layer: its own tensor, or the last stage's copy of the embedding."""
+    axes = {"tp": Shard(0)}
+    own = (Part("lm_head.weight", "vocab h"),)
+    tied = (Part(tied_to, "vocab h"),)
+    name = "output_layer.weight"
+    return (
+        Rule(name, "vocab h", own, axes, LAST, pad="vocab", when=("!tie_word_embeddings",)),
+        Rule(
+            name, "vocab h", tied, axes, LAST, pad="vocab", when=("tie_word_embeddings", "pp>1")
+        ),
+    )
+
+
+def norm(name: str, fqn: str, dim: str = "h", when: tuple[str, ...] = ()) -> Rule:
+    """A per-layer vector that every tp rank holds whole."""
+    return Rule(D + name, dim, (Part(fqn, dim),), LAYER, when=when)
+
+
+def final_norm(name: str, fqn: str) -> Rule:
+    """The norm after the last layer."""
+    return Rule("decoder.final_layernorm." + name, "h", (Part(fqn, "h"),), {}, LAST)
+
+
+def qkv(prefix: str = M + "self_attn.") -> Rule:
+    """q, k and v projections, packed per query group."""
+    parts = tuple(Part(f"{prefix}{x}_proj.weight", f"{x} h") for x in "qkv")
+    return Rule(
+        D + "self_attention.linear_qkv.weight",
+        "q+k+v h",
+        parts,
+        COLUMN,
+        groups="qkv",
+        checks=HEADS,
+    )
+
+
+def qkv_bias(when: tuple[str, ...] = ()) -> Rule:
+    """The biases of q, k and v, packed as their weights."""
+    parts = tuple(Part(f"{M}self_attn.{x}_proj.bias", x) for x in "qkv")
+    return Rule(
+        D + "self_attention.linear_qkv.bias", "q+k+v", parts, COLUMN, groups="qkv", when=when
+    )
+
+
+def attention_out(fqn: str = M + "self_attn.o_proj.weight") -> Rule:
+    """The attention output projection, input features over tp."""
+    return Rule(D + "self_attention.linear_proj.weight", "h q", (Part(fqn, "h q"),), ROW)
+
+
+def gated_mlp(prefix: str = M + "mlp.") -> tuple[Rule, Rule]:
+    """gate and up packed per rank, and down."""
+    parts = (Part(prefix + "gate_proj.weight", "gate h"), Part(prefix + "up_proj.weight", "up h"))
+    return (
+        Rule(D + "mlp.linear_fc1.weight", "gate+up h", parts, COLUMN, groups="glu"),
+        Rule(
+            D + "mlp.linear_fc2.weight",
+            "h gate",
+            (Part(prefix + "down_proj.weight", "h gate"),),
+            ROW,
+        ),
+    )

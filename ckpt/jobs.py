@@ -1,0 +1,300 @@
+"""The one way a conversion runs: plan, create, move, compare replicas, seal, publish."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .checkpoint import Checkpoint, Design
+from .errors import CheckpointError, raise_all
+from .manifest import SideFile
+from .planner import Copy, Plan, chunk_count, plan
+from .progress import Progress, human
+
+SYNC_SECONDS = 5.0  # a killed run loses at most this much work
+CHUNK_BYTES = 2048  # memory that a chunk of a manifest may take
+BASE_BYTES = 40 << 20  # the interpreter with NumPy
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a job runs; the same for every command."""
+
+    dry_run: bool = False
+    memory_budget: int = 32 << 20  # bytes, all workers together
+    workers: int = 0  # threads; 0 means as many as there are cores, at most 4
+    overwrite: bool = False
+    resume: bool = False
+    compare_replicas: bool = True
+    checksum: bool = False
+    quiet: bool = True
+
+    @property
+    def threads(self) -> int:
+        """Worker threads: moving is bound by memory bandwidth, so more than 4 gain nothing."""
+        if self.workers < 0:
+            raise CheckpointError(f"--workers {self.workers}: must be at least 1")
+        return self.workers or min(4, len(os.sched_getaffinity(0)) if _HAS_AFFINITY else 2)
+
+
+_HAS_AFFINITY = hasattr(os, "sched_getaffinity")
+
+
+@dataclass(slots=True)
+class Report:
+    """What a job did, or with ``dry_run`` would do; ``lines`` is the text for people."""
+
+    output: Path
+    plan: Plan
+    files: list[tuple[str, int]]  # name, bytes
+    seconds: float = 0.0
+    peak_bytes: int = 0  # estimate: buffers, chunks and the interpreter
+    dry_run: bool = False
+    notes: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """The coverage report, one fact a line."""
+        c = self.plan.coverage
+        verb = "would write" if self.dry_run else "wrote"
+        out = [
+            f"{verb} {self.output}: {len(self.files)} files, {c.tensors} tensors, "
+            f"{human(sum(n for _, n in self.files))}"
+        ]
+        if self.dry_run:
+            out += [f"  {name}  {human(size)}" for name, size in self.files]
+            out.append(f"peak memory about {human(self.peak_bytes)}")
+        out.append(f"read {human(c.read_bytes)}, written {human(c.written_bytes)}")
+        if c.zero_bytes:
+            out.append(f"padding rows filled with zeros: {human(c.zero_bytes)}")
+        if c.tied:
+            out.append(f"tied copies of the embedding: {c.tied}")
+        if c.replicas:
+            out.append(f"replicas: {c.replicas} chunks, {self._replicas_said}")
+        for reason, (tensors, nbytes) in c.dropped.items():
+            out.append(f"dropped {tensors} tensors, {human(nbytes)}: {reason}")
+        out += [f"xxh3-128 {digest}  {name}" for name, digest in self.digests.items()]
+        if not self.dry_run and self.seconds:
+            out.append(
+                f"{self.seconds:.2f} s, {human(int(c.written_bytes / self.seconds))}/s"
+            )
+        return out + self.notes
+
+    @property
+    def _replicas_said(self) -> str:
+        return "compared, equal" if self.plan.replicas else "not compared (--replicas first)"
+
+
+# (design, file name -> size and digest) -> the text files that are written last
+SideWriter = Callable[[Design, Mapping[str, tuple[int, str]]], list[SideFile]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A conversion that is ready to be planned."""
+
+    source: Checkpoint
+    design: Callable[[Path], Design]  # given the folder that holds the files while they grow
+    output: Path
+    single: bool  # the output is one file, not a folder
+    drop: Callable[[str], str | None]
+    sides: SideWriter  # text files that need to know the written files' sizes and digests
+    identity: Mapping[str, object]  # options that change bytes, for --resume
+
+
+def run_job(job: Job, options: RunOptions) -> Report:
+    """Carry a job out; nothing is visible at ``job.output`` before it is complete."""
+    from .publish import Stage, check_unchanged, fingerprint, snapshot
+
+    started = time.monotonic()
+    check_place(job.source.path, job.output)
+    root = job.output.parent / f".{job.output.name}.partial"
+    design = job.design(root)
+    made = plan(job.source.manifest, design.manifest, job.drop)
+    report = _report(job, options, design, made)
+    if options.dry_run:
+        return report
+    paths = _source_files(job)
+    before = snapshot(paths)
+    mark = fingerprint([job.identity, sorted(before.items()), [f.path for f in design.files],
+                        [f.blueprint.size_bytes for f in design.files]])  # fmt: skip
+    with Stage(job.output, mark, single=job.single, overwrite=options.overwrite,
+               resume=options.resume) as stage:  # fmt: skip
+        if not stage.continued:
+            _check_space(design, stage.path)
+            _create(design)
+            stage.begin()
+        elif options.resume:
+            report.notes.append(f"continued: {len(stage.done)} tensors were already there")
+        _move(made, options, stage.done, stage.record, report)
+        digests = _seal(design, options)
+        check_unchanged(before)
+        names = {Path(path).name: row for path, row in digests.items()}
+        for side in job.sides(design, names):
+            _write_side(stage.path, side)
+        report.digests = {n: d for n, (_, d) in names.items() if d} if job.single else {}
+        stage.publish()
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def check_place(source: Path, output: Path) -> None:
+    """An output inside its source (or over it) would change the source."""
+    inner = output.parent.resolve() / output.name
+    folder = source if source.is_dir() else source.parent
+    if inner == source or (source.is_dir() and folder in inner.parents):
+        raise CheckpointError(
+            f"--output {output}: lies inside the source {source}, which is never modified"
+        )
+
+
+def _report(job: Job, options: RunOptions, design: Design, made: Plan) -> Report:
+    coverage = made.coverage
+    for reason, nbytes in job.source.left_out:
+        coverage.drop(reason, nbytes)
+    coverage.tied = len(job.source.tied) + design.tied
+    if not options.compare_replicas:
+        made.replicas.clear()
+    chunks = chunk_count(job.source.manifest, design.manifest)
+    peak = BASE_BYTES + options.memory_budget + chunks * CHUNK_BYTES
+    files = [(Path(f.path).name, f.blueprint.size_bytes) for f in design.files]
+    report = Report(job.output, made, files, peak_bytes=peak, dry_run=options.dry_run)
+    report.notes += job.source.notes
+    return report
+
+
+def _source_files(job: Job) -> list[str]:
+    files = {f.path for f in job.source.files}
+    return sorted(files | {s.source for s in job.source.manifest.side_files if s.source})
+
+
+def _check_space(design: Design, folder: Path) -> None:
+    """A full disk is found before anything is written, where the system tells."""
+    need = sum(f.blueprint.size_bytes for f in design.files)
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    if need > free:
+        raise CheckpointError(
+            f"{folder.parent}: {human(need)} are needed, {human(free)} are free "
+            f"({need} and {free} bytes)"
+        )
+
+
+def _create(design: Design) -> None:
+    from .containers.files import create
+
+    for file in design.files:
+        create(file.path, file.blueprint)
+
+
+def _move(
+    made: Plan,
+    options: RunOptions,
+    done: set[int],
+    record: Callable[[list[int]], None],
+    report: Report,
+) -> None:
+    """Move every unit that is not done yet, and compare its replicas while they are cached."""
+    from .compare import Tolerance, compare
+    from .executor import Budget, Mover, run_units, units
+
+    work = units(made.copies)
+    repeats: dict[str, list[Copy]] = {u[0].fqn: u for u in units(made.replicas)}
+    lonely = [fqn for fqn in repeats if fqn not in {u[0].fqn for u in work}]
+    assert not lonely, f"replicas of tensors that are not moved: {lonely}"
+    budget = Budget(options.threads, options.memory_budget)
+    lock = threading.Lock()
+    faults: list[str] = []
+    pending: dict[int, tuple[float, list[int]]] = {}
+
+    def each(mover: Mover, index: int, unit: list[Copy]) -> None:
+        if index in done:
+            progress.add(sum(copy.nbytes for copy in unit))
+            return
+        mover.progress = progress.add
+        mover.move(unit)
+        again = repeats.get(unit[0].fqn)
+        if again:
+            mover.progress = lambda nbytes: None
+            found = compare(mover, mover.twin(), again, Tolerance())
+            if found is not None:
+                with lock:
+                    faults.append("replicas differ: " + found.describe())
+        since, finished = pending.setdefault(threading.get_ident(), (time.monotonic(), []))
+        finished.append(index)
+        if time.monotonic() - since > SYNC_SECONDS:
+            mover.files.sync()
+            with lock:
+                record(finished)
+                for fqn, count in mover.overflows.items():
+                    report.notes.append(_overflow(fqn, count))
+            pending[threading.get_ident()] = (time.monotonic(), [])
+            mover.overflows.clear()
+
+    def finish(mover: Mover) -> None:
+        with lock:
+            report.notes.extend(_overflow(f, n) for f, n in mover.overflows.items())
+
+    total = made.coverage.written_bytes
+    with Progress(total, report.output.name, quiet=options.quiet) as progress:
+        run_units(work, budget, each, finish=finish)
+    raise_all(faults, "pass --replicas first to take the first of each")
+
+
+def _overflow(fqn: str, count: int) -> str:
+    return f"warning: {fqn}: {count} finite values became infinite in half precision"
+
+
+def _seal(design: Design, options: RunOptions) -> dict[str, tuple[int, str]]:
+    """CRC-32s into their slots, then sizes, and digests where asked."""
+    from .containers.files import Files, digest, seal
+
+    found: dict[str, tuple[int, str]] = {}
+    todo = iter(design.files)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            with Files() as files:
+                while True:
+                    with lock:
+                        file = next(todo, None)
+                    if file is None or errors:
+                        return
+                    seal(file.path, file.blueprint, files)
+                    mark = digest(file.path, files) if options.checksum else ""
+                    found[file.path] = (file.blueprint.size_bytes, mark)
+        except BaseException as error:
+            errors.append(error)
+
+    if not options.checksum and not any(f.blueprint.checksums for f in design.files):
+        return {f.path: (f.blueprint.size_bytes, "") for f in design.files}
+    threads = [threading.Thread(target=loop, daemon=True) for _ in range(options.threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def _write_side(root: Path, side: SideFile) -> None:
+    """A file that travels along, byte for byte or as new text."""
+    import shutil
+
+    target = root / side.name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if side.source:
+            shutil.copyfile(side.source, target)
+        else:
+            target.write_text(side.text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror}") from error

@@ -1,0 +1,115 @@
+"""Lazy arrays: a logical tensor that is read when it is sliced, and only that much of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .box import Box, full, row_major
+from .cast import Array, raw, values
+from .containers.files import Files
+from .dtypes import ITEMSIZE, TO_TORCH
+from .executor import Budget, Mover
+from .manifest import Chunk, Manifest, TensorMeta, View
+from .planner import plan
+
+if TYPE_CHECKING:
+    import torch
+
+_MEMORY = "<memory>"
+Key = int | slice | tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LazyArray:
+    """A logical tensor of an open checkpoint."""
+
+    fqn: str
+    meta: TensorMeta
+    chunks: Sequence[Chunk]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each dim."""
+        return self.meta.shape
+
+    @property
+    def dtype(self) -> str:
+        """The stored type under safetensors' name, e.g. ``BF16``."""
+        return self.meta.dtype
+
+    def __getitem__(self, key: Key) -> Array:
+        """Values of a box (steps of 1) as a NumPy array; bfloat16 widens to float32."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) > len(self.shape):
+            raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")
+        starts, sizes, gone = [], [], []
+        for dim, size in enumerate(self.shape):
+            k = keys[dim] if dim < len(keys) else slice(None)
+            if isinstance(k, int):
+                k, index = slice(k % size if size else 0, None), k
+                if not -size <= index < size:
+                    raise IndexError(f"{self.fqn}: index {index} of dim {dim} of size {size}")
+                starts.append(k.start)
+                sizes.append(1)
+                gone.append(dim)
+                continue
+            start, stop, step = k.indices(size)
+            if step != 1:
+                raise IndexError(f"{self.fqn}: steps other than 1 are not supported")
+            starts.append(start)
+            sizes.append(max(0, stop - start))
+        array = values(self.raw(Box(tuple(starts), tuple(sizes))), self.dtype)
+        return array.reshape([n for d, n in enumerate(sizes) if d not in gone])
+
+    def raw(self, box: Box | None = None) -> Array:
+        """The bits of a box (in this tensor's coordinates) as unsigned integers."""
+        box = box or full(self.shape)
+        array = np.zeros(box.sizes, raw(self.dtype))
+        buffer = memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+        pieces = [
+            Chunk(self.fqn, common, _narrow(chunk, common, box))
+            for chunk in self.chunks
+            if (common := chunk.box.intersect(box)) is not None
+        ]
+        moved = [
+            Chunk(self.fqn, _shift(piece.box, box), piece.view) for piece in pieces
+        ]
+        meta = TensorMeta(box.sizes, self.dtype)
+        view = View(_MEMORY, 0, box.sizes, row_major(box.sizes), self.dtype)
+        target = Manifest({self.fqn: meta}, {self.fqn: [Chunk(self.fqn, full(box.sizes), view)]})
+        copies = plan(Manifest({self.fqn: meta}, {self.fqn: moved}), target).copies
+        with Files({_MEMORY: buffer}) as files:
+            Mover(files, Budget().tile_bytes).move(copies)
+        return array
+
+    def torch(self) -> torch.Tensor:
+        """The whole tensor for torch, in its stored dtype."""
+        import torch
+
+        data = torch.from_numpy(self.raw().view(np.uint8).reshape(-1).copy())
+        kind: torch.dtype = getattr(torch, TO_TORCH[self.dtype])
+        if not math.prod(self.shape):
+            return torch.empty(self.shape, dtype=kind)
+        return data.view(kind).reshape(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, once."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+def _shift(box: Box, origin: Box) -> Box:
+    """``box`` in coordinates that begin at ``origin``."""
+    return Box(
+        tuple(b - o for b, o in zip(box.offsets, origin.offsets, strict=True)), box.sizes
+    )
+
+
+def _narrow(chunk: Chunk, common: Box, _: Box) -> View:
+    offsets = tuple(c - b for c, b in zip(common.offsets, chunk.box.offsets, strict=True))
+    return chunk.view.narrow(offsets, common.sizes)

@@ -1,0 +1,113 @@
+"""``open_checkpoint``: any readable path as a mapping of logical name -> lazy array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoint import Checkpoint, ReadOptions
+from .errors import CheckpointError
+from .formats import hf, shards
+
+if TYPE_CHECKING:
+    from .lazy import LazyArray
+
+# In the order in which a folder is asked; each knows its own kind and no other.
+FORMATS = (shards, hf)
+LATEST = "latest"  # text file in a save folder: the name of its newest checkpoint
+
+
+def read_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Checkpoint:
+    """The checkpoint at ``path``, headers only. Raises CheckpointError where none is found."""
+    options = options or ReadOptions()
+    where = follow(path)
+    for fmt in FORMATS:
+        if fmt.sniff(where):
+            return fmt.read(where, options)
+    raise CheckpointError(f"{where}: {_unknown(where)}")
+
+
+def follow(path: str | Path) -> Path:
+    """``path`` resolved; a save folder stands for the checkpoint that its ``latest`` names."""
+    try:
+        where = Path(path).expanduser().resolve(strict=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: there is no such file or folder") from error
+    except (OSError, RuntimeError) as error:  # a loop of symlinks
+        raise CheckpointError(f"{path}: {error}") from error
+    pointer = where / LATEST
+    if where.is_dir() and pointer.is_file() and not is_checkpoint(where):
+        name = pointer.read_text(errors="replace").strip()
+        if not name or "/" in name or name in (".", "..") or "\0" in name:
+            raise CheckpointError(f"{pointer}: names {name!r}, not a folder beside it")
+        if not (where / name).is_dir():
+            raise CheckpointError(f"{pointer}: names {name}, which is not there")
+        return where / name
+    return where
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether some format reads ``path``."""
+    return path.exists() and any(fmt.sniff(path) for fmt in FORMATS)
+
+
+def _unknown(path: Path) -> str:
+    """Name what the path looks like and the way on, where we know its kind."""
+    if path.is_file():
+        return "not a .safetensors or .bin file"
+    names = {child.name for child in path.iterdir()}
+    if "latest_checkpointed_iteration.txt" in names or any(n.startswith("mp_rank_") for n in names):
+        return "a Megatron-LM checkpoint, which this version does not read"
+    if ".metadata" in names:
+        return "a torch distributed checkpoint, which this version does not read"
+    listed = ", ".join(sorted(names)[:5]) or "nothing"
+    return (
+        "no checkpoint here: neither model_tp_X_pp_Y rank files nor Hugging Face weights "
+        f"(it holds {listed})"
+    )
+
+
+class OpenCheckpoint(Mapping[str, "LazyArray"]):
+    """A checkpoint as logical name -> lazy array, whatever its format and layout.
+
+    Names and shapes are Hugging Face's; optimizer state has the prefixes ``exp_avg/``,
+    ``exp_avg_sq/``, ``momentum_buffer/`` and ``master/``. Nothing is read until an array is
+    sliced.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.format = checkpoint.format
+        self.mesh = dict(checkpoint.mesh.axes)
+        self.step = checkpoint.step
+        self.state = checkpoint.manifest.state
+
+    def __getitem__(self, fqn: str) -> LazyArray:
+        from .lazy import LazyArray
+
+        manifest = self.checkpoint.manifest
+        return LazyArray(fqn, manifest.tensors[fqn], manifest.chunks.get(fqn, []))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint.manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint.manifest.tensors)
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    config: str | Path | None = None,
+    layout: Mapping[str, str] | None = None,
+    vocab_size: int | None = None,
+) -> OpenCheckpoint:
+    """Open any readable checkpoint.
+
+    ``config`` names a folder or file of a Hugging Face config where the checkpoint has none,
+    ``layout`` overrides layout tags of a foreign folder, ``vocab_size`` is the true number of
+    vocabulary rows. Raises CheckpointError.
+    """
+    options = ReadOptions(Path(config) if config else None, layout or {}, vocab_size)
+    return OpenCheckpoint(read_checkpoint(path, options))

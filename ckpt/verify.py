@@ -1,0 +1,239 @@
+"""``verify``: two checkpoints bit for bit in logical space, or one against its own claims."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from .box import full, row_major
+from .checkpoint import Checkpoint, ReadOptions
+from .errors import CheckpointError
+from .jobs import RunOptions
+from .manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
+from .planner import Copy, Tolerance, plan
+from .progress import Progress
+from .reader import read_checkpoint
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was compared and every difference, one line each."""
+
+    differences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tensors: int = 0  # logical tensors compared
+    nbytes: int = 0  # bytes of one side that were compared
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+
+def verify(
+    a: str | Path,
+    b: str | Path | None = None,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    weights_only: bool = False,
+    read: ReadOptions | None = None,
+    read_b: ReadOptions | None = None,
+    run: RunOptions | None = None,
+) -> Verdict:
+    """Compare two checkpoints of any formats and layouts; with one, check it by itself.
+
+    With a tolerance, dtypes may differ and values are compared as
+    ``|a - b| <= atol + rtol * |b|``. Raises CheckpointError where a side cannot be read.
+    """
+    options = run or RunOptions()
+    read = replace(read or ReadOptions(), weights_only=weights_only)
+    left = read_checkpoint(a, read)
+    if b is None:
+        return _verify_one(left, options)
+    right = read_checkpoint(b, replace(read_b or read, weights_only=weights_only))
+    if left.unread_optimizer or right.unread_optimizer:
+        if not weights_only:
+            raise CheckpointError(left.unread_optimizer or right.unread_optimizer)
+    left, right = _aligned(left, right)
+    return compare_checkpoints(left, right, Tolerance(rtol, atol), weights_only, options)
+
+
+def compare_checkpoints(
+    left: Checkpoint,
+    right: Checkpoint,
+    tolerance: Tolerance,
+    weights_only: bool,
+    options: RunOptions,
+) -> Verdict:
+    """Two checkpoints that have been read; ``right`` may be the cast copy of ``left``."""
+    verdict = Verdict()
+    pick = set(_common(left, right, verdict, tolerance, weights_only))
+    if not weights_only:
+        _compare_state(left, right, verdict)
+    made = plan(_only(left.manifest, pick), _only(right.manifest, pick))
+    repeats = plan(_only(right.manifest, pick), _whole(_only(right.manifest, pick))).replicas
+    verdict.tensors = len(pick)
+    verdict.nbytes = made.coverage.written_bytes
+    moves = made.copies
+    if options.compare_replicas:
+        moves = moves + made.replicas + repeats
+    _compare(moves, tolerance, options, verdict)
+    return verdict
+
+
+def _aligned(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Where only one side knows the model, read the other through the same config.
+
+    A bare file without a config has raw names; the tied head must be found there too.
+    """
+    for one, other in ((left, right), (right, left)):
+        if one.model is None and other.model is not None and one.format == "hf":
+            config = _config_of(other)
+            if config is not None:
+                again = read_checkpoint(one.path, ReadOptions(config))
+                return (again, right) if one is left else (left, again)
+    return left, right
+
+
+def _config_of(ckpt: Checkpoint) -> Path | None:
+    folder = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent
+    path = folder / "config.json"
+    return path if path.is_file() else None
+
+
+def _common(
+    left: Checkpoint,
+    right: Checkpoint,
+    verdict: Verdict,
+    tolerance: Tolerance,
+    weights_only: bool,
+) -> Iterable[str]:
+    """Names that both sides have in one shape; everything else goes into the verdict."""
+    a, b = left.manifest.tensors, right.manifest.tensors
+    absent = _missing_categories(left, right, verdict, weights_only)
+    for fqn in [*a, *(f for f in b if f not in a)]:
+        if category_of(fqn) in absent:
+            continue
+        if fqn not in a or fqn not in b:
+            side = right.path if fqn not in b else left.path
+            if is_padding(fqn):
+                verdict.notes.append(f"{fqn}: padding rows of one side only, not compared")
+            else:
+                verdict.differences.append(f"{fqn}: missing in {side}")
+            continue
+        x, y = a[fqn], b[fqn]
+        if x.shape != y.shape and not x.elastic:
+            verdict.differences.append(
+                f"{fqn}: shape {list(x.shape)} in {left.path}, {list(y.shape)} in {right.path}"
+            )
+            continue
+        if x.shape != y.shape:
+            verdict.notes.append(
+                f"{fqn}: {x.shape[0]} and {y.shape[0]} padding rows, the common ones compared"
+            )
+        if x.dtype != y.dtype and tolerance.exact:
+            verdict.differences.append(f"{fqn}: dtype {x.dtype} and {y.dtype}")
+            continue
+        yield fqn
+
+
+def _missing_categories(
+    left: Checkpoint, right: Checkpoint, verdict: Verdict, weights_only: bool
+) -> set[str]:
+    """Whole kinds of optimizer state that one side lacks: one line for each."""
+    sides = [{category_of(f) for f in c.manifest.tensors} - {""} for c in (left, right)]
+    absent = sides[0] ^ sides[1]
+    for name in sorted(absent) if not weights_only else ():
+        has, lacks = (left, right) if name in sides[0] else (right, left)
+        verdict.differences.append(f"optimizer state {name}: only in {has.path}, not in {lacks.path}")
+    return absent if not weights_only else sides[0] | sides[1]
+
+
+def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
+    a, b = left.manifest.state, right.manifest.state
+    for key in sorted({*a, *b}):
+        if key not in a or key not in b:
+            side = left.path if key in a else right.path
+            verdict.differences.append(f"state {key}: only in {side}")
+        elif a[key] != b[key]:
+            verdict.differences.append(
+                f"state {key}: {_short(a[key])} and {_short(b[key])}"
+            )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _only(manifest: Manifest, names: set[str]) -> Manifest:
+    tensors = {f: m for f, m in manifest.tensors.items() if f in names}
+    return Manifest(tensors, {f: manifest.chunks.get(f, []) for f in tensors})
+
+
+def _whole(manifest: Manifest) -> Manifest:
+    """A target that takes each tensor as one piece, to have coverage and replicas found."""
+    chunks = {
+        fqn: [Chunk(fqn, full(m.shape), View("", 0, m.shape, row_major(m.shape), m.dtype))]
+        for fqn, m in manifest.tensors.items()
+    }
+    tensors = {f: TensorMeta(m.shape, m.dtype) for f, m in manifest.tensors.items()}
+    return Manifest(tensors, chunks)
+
+
+def _compare(
+    copies: list[Copy], tolerance: Tolerance, options: RunOptions, verdict: Verdict
+) -> None:
+    from .compare import compare
+    from .executor import Budget, Mover, run_units, units
+
+    lock = threading.Lock()
+    found: dict[int, str] = {}
+
+    def each(mover: Mover, index: int, unit: list[Copy]) -> None:
+        mover.progress = progress.add
+        difference = compare(mover, mover.twin(), unit, tolerance)
+        if difference is not None:
+            with lock:
+                found[index] = difference.describe()
+
+    total = sum(copy.nbytes for copy in copies)
+    with Progress(total, "verify", quiet=options.quiet) as progress:
+        run_units(units(copies), Budget(options.threads, options.memory_budget // 2), each)
+    verdict.differences += [found[index] for index in sorted(found)]
+
+
+def _verify_one(ckpt: Checkpoint, options: RunOptions) -> Verdict:
+    """Coverage, replicas, and sizes and digests where they are recorded."""
+    verdict = Verdict(notes=list(ckpt.notes))
+    if ckpt.unread_optimizer:
+        verdict.notes.append(ckpt.unread_optimizer)
+    made = plan(ckpt.manifest, _whole(ckpt.manifest))
+    verdict.tensors = len(ckpt.manifest.tensors)
+    verdict.nbytes = made.coverage.read_bytes
+    if options.compare_replicas:
+        _compare(made.replicas, Tolerance(), options, verdict)
+    _check_digests(ckpt, verdict)
+    return verdict
+
+
+def _check_digests(ckpt: Checkpoint, verdict: Verdict) -> None:
+    from .containers.files import Files, digest
+
+    checked = 0
+    with Files() as files:
+        for name, (size, mark) in sorted(ckpt.digests.items()):
+            path = ckpt.path / name
+            now = os.path.getsize(path) if path.is_file() else -1
+            if now != size:
+                verdict.differences.append(f"{path}: {now} bytes, {size} are recorded")
+            elif mark:
+                checked += 1
+                found = digest(str(path), files)
+                if found != mark:
+                    verdict.differences.append(f"{path}: xxh3-128 {found}, {mark} is recorded")
+    verdict.notes.append(f"digests: {checked} of {len(ckpt.digests)} files had one recorded")

@@ -1,0 +1,102 @@
+"""``inspect-ckpt``: what a checkpoint is, from its headers alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import options
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = options.parser("inspect-ckpt", (__doc__ or "").replace("``", ""))
+    options.add_checkpoint(made)
+    made.add_argument("--tensor", metavar="NAME", help="shape, boxes and statistics of one tensor")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    options.add_reading(made)
+    return made
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run with dashed arguments; the exit code."""
+    made = _parser()
+    args = made.parse_args(argv)
+    source = options.checkpoint_of(args, made)
+    from shardwright.ckpt.errors import CheckpointError
+    from shardwright.ckpt.inspect import describe, describe_tensor
+    from shardwright.ckpt.reader import read_checkpoint
+
+    ckpt = read_checkpoint(source, options.read_options(args))
+    if args.tensor:
+        names = ckpt.manifest.tensors
+        if args.tensor not in names:
+            import difflib
+
+            near = difflib.get_close_matches(args.tensor, list(names), 3, 0.3)
+            raise CheckpointError(f"{ckpt.path}: no tensor {args.tensor}; near: {', '.join(near)}")
+        table = describe_tensor(ckpt, args.tensor)
+        print(json.dumps(table, indent=2) if args.json else _tensor_text(table))
+        return options.DONE
+    table = describe(ckpt)
+    print(json.dumps(table, indent=2) if args.json else _text(table))
+    return options.DONE
+
+
+def _text(table: Mapping[str, Any]) -> str:
+    from shardwright.ckpt.progress import human
+
+    mesh = " ".join(f"{axis}={size}" for axis, size in table["mesh"].items())
+    dtypes = ", ".join(f"{d} {n:,}" for d, n in table["dtypes"].items())
+    lines = [
+        f"{table['path']}",
+        f"format      {table['format']}, family {table['family'] or 'unknown'}",
+        f"mesh        {mesh}" + (", optimizer sharded" if table["optimizer_sharded"] else ""),
+        f"step        {table['step'] if table['step'] is not None else '-'}",
+        f"parameters  {table['parameters']:,} in {table['tensors']} tensors",
+        f"bytes       {human(table['bytes'])} in {len(table['files'])} files",
+        f"dtypes      {dtypes}",
+    ]
+    if table["vocab_size"]:
+        padded = table["padded_vocab_size"]
+        more = f", padded to {padded}" if padded and padded != table["vocab_size"] else ""
+        lines.append(f"vocabulary  {table['vocab_size']}{more}")
+    if table["optimizer_states"]:
+        lines.append(f"optimizer   {', '.join(table['optimizer_states'])}")
+    if table["state"]:
+        lines.append(f"state       {', '.join(table['state'])}")
+    if table["layout"]:
+        lines.append("layout      " + ", ".join(f"{k}={v}" for k, v in table["layout"].items()))
+    lines += ["", *_table(table["files"])]
+    return "\n".join(lines + table["notes"])
+
+
+def _table(files: list[dict[str, Any]]) -> list[str]:
+    """Ranks x layers, one line a file."""
+    from shardwright.ckpt.progress import human
+
+    rows = [("file", "rank", "layers", "tensors", "bytes")]
+    rows += [
+        (f["name"], f["rank"] or "-", f["layers"] or "-", str(f["tensors"]), human(f["bytes"]))
+        for f in files
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return ["  ".join(word.ljust(w) for word, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows]  # fmt: skip
+
+
+def _tensor_text(table: Mapping[str, Any]) -> str:
+    lines = [f"{table['name']}  {table['dtype']} {table['shape']}"]
+    lines += [
+        f"  box at {box['offsets']} of size {box['sizes']}: {box['file']} byte "
+        f"{box['offset_bytes']}, strides {box['strides']}"
+        for box in table["boxes"]
+    ]
+    values = ", ".join(f"{k} {v:.6g}" for k, v in table["statistics"].items())
+    return "\n".join([*lines, f"  {values}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry."""
+    return options.run(command, argv)

@@ -1,0 +1,62 @@
+"""``merge-ckpt``: any readable checkpoint as one Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from . import options
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = options.parser("merge-ckpt", (__doc__ or "").replace("``", ""))
+    options.add_checkpoint(made)
+    made.add_argument("--output", "--save-dir", "--save", metavar="PATH",
+                      help="a folder, or one file if it ends in .safetensors or .bin "
+                           "(default: DIR-hf beside DIR)")  # fmt: skip
+    made.add_argument("--dtype", help="cast the weights: fp32, fp16, bf16")
+    made.add_argument("--max-shard-size", metavar="5GB", help="split the weights (default: one file)")
+    made.add_argument("--safe-serialization", action=argparse.BooleanOptionalAction, default=True,
+                      help="safetensors (default) or torch .bin files")  # fmt: skip
+    made.add_argument("--from-master", action="store_true",
+                      help="export the optimizer's fp32 master weights")  # fmt: skip
+    made.add_argument("--verify", action="store_true", help="compare the result with the source")
+    options.add_reading(made)
+    options.add_running(made)
+    return made
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run with dashed arguments; the exit code."""
+    made = _parser()
+    args = made.parse_args(argv)
+    if args.verify and args.dry_run:
+        made.error("--verify compares what was written; --dry-run writes nothing")
+    source = options.checkpoint_of(args, made)
+    from shardwright.ckpt import merge
+    from shardwright.ckpt.progress import parse_bytes
+
+    size = parse_bytes(args.max_shard_size) if args.max_shard_size else None
+    read, run = options.read_options(args), options.run_options(args)
+    report = merge(
+        source, args.output, dtype=args.dtype, max_shard_size=size, config=args.config,
+        from_master=args.from_master, safe_serialization=args.safe_serialization,
+        read=read, run=run,
+    )  # fmt: skip
+    if not args.quiet:
+        print("\n".join(report.lines()))
+    if not args.verify:
+        return options.DONE
+    from shardwright.ckpt.convert import verify_merge
+
+    verdict = verify_merge(source, report.output, args.dtype, args.from_master, read, run)
+    for line in verdict.differences:
+        print(f"differs: {line}")
+    if not args.quiet and verdict.same:
+        print(f"verified: {verdict.tensors} tensors equal")
+    return options.DONE if verdict.same else options.REFUSED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry."""
+    return options.run(command, argv)

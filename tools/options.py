@@ -1,0 +1,155 @@
+"""What the commands share: option spellings, the checkpoint argument, exit codes.
+
+Imports nothing heavy, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwright.ckpt import ReadOptions, RunOptions
+
+DONE, REFUSED, USAGE = 0, 1, 2
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """Long options with dashes: ``--max_shard_size=5GB`` -> ``--max-shard-size=5GB``."""
+    out = []
+    for position, word in enumerate(argv):
+        if word == "--":
+            return out + list(argv[position:])
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = name.replace("_", "-") + equals + value
+        out.append(word)
+    return out
+
+
+def parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser that knows the checkpoint argument."""
+    made = argparse.ArgumentParser(
+        prog=prog, description=description, allow_abbrev=False,
+        epilog="exit codes: 0 done, 1 refused or different, 2 usage",
+    )  # fmt: skip
+    return made
+
+
+def add_checkpoint(made: argparse.ArgumentParser) -> None:
+    """DIR, --checkpoint-dir and its aliases; without any, the current folder."""
+    made.add_argument("checkpoint", nargs="?", metavar="DIR", help="the checkpoint, any format")
+    made.add_argument(
+        "--checkpoint-dir", "--load-dir", "--load", dest="checkpoint_dir", metavar="DIR",
+        help="the same; default: the current folder if it is a checkpoint",
+    )  # fmt: skip
+
+
+def add_reading(made: argparse.ArgumentParser) -> None:
+    """What the user says about a source."""
+    made.add_argument(
+        "--config", metavar="HF_DIR", help="folder with the Hugging Face config.json to go by"
+    )
+    made.add_argument(
+        "--layout", action="append", default=[], metavar="KEY=VALUE",
+        help="layout tag of a foreign folder, e.g. qkv=per_rank (may be repeated)",
+    )  # fmt: skip
+    made.add_argument("--vocab-size", type=int, metavar="N", help="true vocabulary rows")
+
+
+def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
+    """How a job runs."""
+    group = made.add_argument_group("running")
+    group.add_argument("--memory-budget", default="32MiB", metavar="BYTES",
+                       help="buffers of all workers together (default 32MiB)")  # fmt: skip
+    group.add_argument("--workers", type=int, metavar="N", help="threads (default: cores, up to 4)")
+    group.add_argument("--replicas", choices=("compare", "first"), default="compare",
+                       help="compare replicated tensors (default), or take the first unseen")  # fmt: skip
+    group.add_argument("--quiet", action="store_true", help="print errors only")
+    if not writes:
+        return
+    group.add_argument("--dry-run", action="store_true",
+                       help="print the plan: files, bytes, peak memory; write nothing")  # fmt: skip
+    group.add_argument("--overwrite", action="store_true",
+                       help="replace an existing output, at the very end")  # fmt: skip
+    group.add_argument("--resume", action="store_true",
+                       help="continue an interrupted run, and keep this one's work if it is "
+                            "interrupted")  # fmt: skip
+    group.add_argument("--checksum", action="store_true",
+                       help="record the xxh3-128 of every file")  # fmt: skip
+
+
+def checkpoint_of(args: argparse.Namespace, made: argparse.ArgumentParser) -> Path:
+    """The checkpoint that the user named, or the current folder."""
+    if args.checkpoint and args.checkpoint_dir:
+        made.error("give the checkpoint once: as DIR or as --checkpoint-dir")
+    named = args.checkpoint or args.checkpoint_dir
+    if named:
+        return Path(named)
+    from shardwright.ckpt.reader import follow, is_checkpoint
+
+    here = Path(os.getcwd())
+    if not is_checkpoint(follow(here)):
+        made.error(f"name a checkpoint; the current folder {here} is none")
+    return here
+
+
+def read_options(args: argparse.Namespace) -> ReadOptions:
+    """The reading options as the API takes them."""
+    from shardwright.ckpt import ReadOptions
+    from shardwright.ckpt.layout import parse_layout
+
+    config = Path(args.config).expanduser() if args.config else None
+    return ReadOptions(config, parse_layout(args.layout), args.vocab_size)
+
+
+def run_options(args: argparse.Namespace) -> RunOptions:
+    """The running options as the API takes them."""
+    from shardwright.ckpt import CheckpointError, RunOptions
+    from shardwright.ckpt.progress import parse_bytes
+
+    if args.workers is not None and args.workers < 1:
+        raise CheckpointError(f"--workers {args.workers}: must be at least 1")
+    return RunOptions(
+        dry_run=getattr(args, "dry_run", False),
+        memory_budget=parse_bytes(args.memory_budget),
+        workers=args.workers or 0,
+        overwrite=getattr(args, "overwrite", False),
+        resume=getattr(args, "resume", False),
+        compare_replicas=args.replicas == "compare",
+        checksum=getattr(args, "checksum", False),
+        quiet=args.quiet,
+    )
+
+
+def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
+    """Call a command: our errors become one message and exit code 1.
+
+    SIGTERM ends a run as Ctrl-C does, so that nothing half stays behind.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        return command(dashed(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("interrupted; nothing was published", file=sys.stderr)
+        return REFUSED
+    except BrokenPipeError:
+        # The reader of our output has gone; closing stdout again would raise once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return REFUSED
+    except ValueError as error:
+        if type(error).__name__ != "CheckpointError":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,70 @@
+"""``reshard``: any readable checkpoint as ``tp_X_pp_Y`` shards of another layout."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from . import options
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = options.parser("reshard", (__doc__ or "").replace("``", ""))
+    options.add_checkpoint(made)
+    made.add_argument("--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size",
+                      type=int, metavar="N", help="tensor-parallel ranks (default: as the source)")  # fmt: skip
+    made.add_argument("--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size",
+                      type=int, metavar="N", help="pipeline stages (default: as the source)")  # fmt: skip
+    made.add_argument("--dp", type=int, metavar="N",
+                      help="shard the optimizer state over N data-parallel ranks "
+                           "(default: as the source)")  # fmt: skip
+    made.add_argument("--pp-layers", metavar="10,10,8", help="layers of each pipeline stage")
+    made.add_argument("--output", "--save-dir", "--save", metavar="PATH",
+                      help="default: DIR-tp4-pp2 beside DIR")  # fmt: skip
+    made.add_argument("--dtype", help="cast the weights: fp32, fp16, bf16")
+    made.add_argument("--safe-serialization", action=argparse.BooleanOptionalAction,
+                      help="safetensors files or torch .bin files (default: as the source)")  # fmt: skip
+    made.add_argument("--weights-only", action="store_true",
+                      help="leave optimizer and training state out")  # fmt: skip
+    made.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N",
+                      help="pad the vocabulary to a multiple of N x tp (default: as the source, "
+                           "else 128)")  # fmt: skip
+    options.add_reading(made)
+    options.add_running(made)
+    return made
+
+
+def _layers(text: str | None, made: argparse.ArgumentParser) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        made.error(f"--pp-layers {text}: write it as whole numbers with commas, e.g. 10,10,8")
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run with dashed arguments; the exit code."""
+    made = _parser()
+    args = made.parse_args(argv)
+    layers = _layers(args.pp_layers, made)
+    source = options.checkpoint_of(args, made)
+    if args.tp is None and args.pp is None and args.dp is None and layers is None:
+        made.error("name the new layout: --tp, --pp, --pp-layers or --dp")
+    from shardwright.ckpt import reshard
+
+    report = reshard(
+        source, args.output, tp=args.tp, pp=args.pp, dp=args.dp, pp_layers=layers,
+        dtype=args.dtype, safe_serialization=args.safe_serialization,
+        weights_only=args.weights_only,
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+        read=options.read_options(args), run=options.run_options(args),
+    )  # fmt: skip
+    if not args.quiet:
+        print("\n".join(report.lines()))
+    return options.DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry."""
+    return options.run(command, argv)

@@ -1,6 +1,6 @@
 """Checkpoints of large models: read, plan, move, check. Imports neither torch nor NumPy.
 
-    from shardwright.ckpt import open_checkpoint, reshard, merge, verify, plan
+from shardwright.ckpt import open_checkpoint, reshard, merge, verify, plan
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ class Box:
         """Whether every element of ``other`` is one of this box."""
         return all(
             a <= b and b + m <= a + n
-            for a, n, b, m in zip(
-                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-            )
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
 
 

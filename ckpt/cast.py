@@ -44,7 +44,8 @@ def cast(array: Array, src: str, dst: str) -> Array:
         return _to_bfloat16(number.astype(np.float32))
     with np.errstate(over="ignore", invalid="ignore"):
         narrowed = number.astype(_VALUES[dst])
-    return narrowed.view(raw(dst))
+    bits: Array = narrowed.view(raw(dst))
+    return bits
 
 
 def _to_bfloat16(array: npt.NDArray[np.float32]) -> Array:
@@ -54,5 +55,6 @@ def _to_bfloat16(array: npt.NDArray[np.float32]) -> Array:
         rounded = ((bits + odd + np.uint32(0x7FFF)) >> 16).astype(np.uint16)
     nan = np.isnan(array)
     if nan.any():
-        rounded = np.where(nan, np.uint16(0x7FC0), rounded)
-    return rounded
+        rounded[nan] = 0x7FC0
+    result: Array = rounded
+    return result

@@ -19,7 +19,6 @@ from .family import Family, evaluate, model_flags
 from .manifest import Manifest, SideFile
 from .mesh import Mesh
 
-
 CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
 
 

@@ -60,9 +60,12 @@ def _compare(found: Difference, part: Copy, x: Array, y: Array, tolerance: Toler
     else:
         with np.errstate(invalid="ignore", over="ignore"):
             near = np.isclose(
-                a.astype(np.float64), b.astype(np.float64), tolerance.rtol, tolerance.atol,
+                a.astype(np.float64),
+                b.astype(np.float64),
+                tolerance.rtol,
+                tolerance.atol,
                 equal_nan=True,
-            )  # fmt: skip
+            )
         wrong = ~near
     count = int(np.count_nonzero(wrong))
     if not count:

@@ -70,8 +70,16 @@ def reshard(
     ``dtype`` casts the weights. Default output: ``DIR-tp4-pp2`` beside the source. Raises
     CheckpointError.
     """
-    to = ReshardOptions(tp, pp, dp, tuple(pp_layers) if pp_layers is not None else None, dtype,
-                        safe_serialization, weights_only, make_vocab_size_divisible_by)  # fmt: skip
+    to = ReshardOptions(
+        tp,
+        pp,
+        dp,
+        tuple(pp_layers) if pp_layers is not None else None,
+        dtype,
+        safe_serialization,
+        weights_only,
+        make_vocab_size_divisible_by,
+    )
     read = read or ReadOptions()
     read = replace(read, weights_only=read.weights_only or to.weights_only)
     ckpt = read_checkpoint(source, read)
@@ -101,8 +109,15 @@ def reshard(
             SideFile(shards.CHECKPOINT, text=text),
         ]
 
-    job = Job(ckpt, design, where, single=False, drop=lambda fqn: None, sides=sides,
-              identity={"to": repr(to), "read": repr(read)})  # fmt: skip
+    job = Job(
+        ckpt,
+        design,
+        where,
+        single=False,
+        drop=lambda fqn: None,
+        sides=sides,
+        identity={"to": repr(to), "read": repr(read)},
+    )
     report = run_job(job, run or RunOptions())
     report.notes += notes
     return report
@@ -124,9 +139,7 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards.Target:
     layers = model.sizes["layer"]
     if to.pp_layers is not None:
         if len(to.pp_layers) != pp:
-            raise CheckpointError(
-                f"--pp-layers names {len(to.pp_layers)} stages, --pp says {pp}"
-            )
+            raise CheckpointError(f"--pp-layers names {len(to.pp_layers)} stages, --pp says {pp}")
         owned = split_by_counts(layers, to.pp_layers)
     elif to.pp is None and pp == ckpt.mesh.size("pp") and "pp" in ckpt.mesh.owned:
         owned = ckpt.mesh.owned["pp"]
@@ -224,8 +237,9 @@ def merge(
     ``max_shard_size`` is in bytes (None: one file), ``config`` a folder whose config and
     tokenizer replace the source's, ``from_master`` exports the optimizer's fp32 masters.
     """
-    to = MergeOptions(dtype, max_shard_size, Path(config) if config else None, from_master,
-                      safe_serialization)  # fmt: skip
+    to = MergeOptions(
+        dtype, max_shard_size, Path(config) if config else None, from_master, safe_serialization
+    )
     read, options = read or ReadOptions(), run or RunOptions()
     read = replace(read, config=read.config or to.config)
     ckpt = read_checkpoint(source, replace(read, weights_only=not to.from_master))
@@ -249,11 +263,21 @@ def merge(
     def sides(made: Design, files: Mapping[str, tuple[int, str]]) -> list[SideFile]:
         return [] if single else _merge_sides(ckpt, to, made, files, options, metas)
 
-    drop = by_category({**dict.fromkeys(STATES, "Hugging Face files hold no optimizer state"),
-                        **({"": "the fp32 masters are exported in its place"}
-                           if to.from_master else {})})  # fmt: skip
-    job = Job(_renamed_masters(ckpt) if to.from_master else ckpt, design, where, single, drop,
-              sides, identity={"to": repr(to), "read": repr(read)})  # fmt: skip
+    drop = by_category(
+        {
+            **dict.fromkeys(STATES, "Hugging Face files hold no optimizer state"),
+            **({"": "the fp32 masters are exported in its place"} if to.from_master else {}),
+        }
+    )
+    job = Job(
+        _renamed_masters(ckpt) if to.from_master else ckpt,
+        design,
+        where,
+        single,
+        drop,
+        sides,
+        identity={"to": repr(to), "read": repr(read)},
+    )
     report = run_job(job, options)
     if not to.from_master:
         report.notes += _merge_notes(ckpt)
@@ -319,8 +343,8 @@ def _merge_sides(
     own = {side.name: side for side in ckpt.manifest.side_files}
     if to.config is not None:
         given = to.config if to.config.is_dir() else to.config.parent
-        extra = side_files(given) if to.config.is_dir() else (
-            SideFile("config.json", str(to.config)),
+        extra = (
+            side_files(given) if to.config.is_dir() else (SideFile("config.json", str(to.config)),)
         )
         own.update({side.name: side for side in extra})
     dtype = _main_dtype(metas) if to.dtype or to.from_master else None

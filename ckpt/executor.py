@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -61,31 +62,54 @@ def run_units(
     """Call ``each(mover, index, unit)`` for every unit on ``budget.workers`` threads.
 
     ``finish`` sees each worker's mover once its work is done.
-
-    The first error of any thread stops all and is raised here, a KeyboardInterrupt too.
     """
-    todo = iter(enumerate(work))
+
+    def loop(todo: Iterator[tuple[int, list[Copy]]], stop: threading.Event) -> None:
+        with Files(buffers) as files:
+            mover = Mover(files, budget.tile_bytes, stop)
+            for index, unit in todo:
+                each(mover, index, unit)
+            finish(mover)
+
+    in_threads(list(enumerate(work)), budget.workers, loop)
+
+
+Item = TypeVar("Item")
+
+
+def in_threads(
+    items: Sequence[Item],
+    workers: int,
+    loop: Callable[[Iterator[Item], threading.Event], None],
+) -> None:
+    """Run ``loop(todo, stop)`` on threads that share one iterator over ``items``.
+
+    The first error of any thread stops all and is raised here, a KeyboardInterrupt too:
+    ``stop`` is set, and ``todo`` ends early.
+    """
     lock, stop = threading.Lock(), threading.Event()
     errors: list[BaseException] = []
+    source = iter(items)
 
-    def loop() -> None:
+    def todo() -> Iterator[Item]:
+        while not stop.is_set():
+            with lock:
+                try:
+                    item = next(source)
+                except StopIteration:
+                    return
+            yield item
+
+    def guarded() -> None:
         try:
-            with Files(buffers) as files:
-                mover = Mover(files, budget.tile_bytes, stop)
-                while not stop.is_set():
-                    with lock:
-                        index, unit = next(todo, (-1, None))
-                    if unit is None:
-                        finish(mover)
-                        return
-                    each(mover, index, unit)
+            loop(todo(), stop)
         except Stopped:
             return
         except BaseException as error:
             errors.append(error)
             stop.set()
 
-    threads = [threading.Thread(target=loop, daemon=True) for _ in range(budget.workers)]
+    threads = [threading.Thread(target=guarded, daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
     try:
@@ -179,7 +203,7 @@ class Mover:
         """Write only the bytes of a sparse view: another worker may own those between them."""
         moved = cast(array, part.src.dtype, part.dst.dtype)
         packed = np.ascontiguousarray(moved.transpose(_slow_to_fast(part.dst)))
-        data, at = memoryview(packed.reshape(-1).view(np.uint8)), 0
+        data, at = memoryview(packed.reshape(-1).view(np.uint8).data), 0
         for offset, length in view_runs(part.dst):
             self.files.write(part.dst.file, offset, data[at : at + length])
             at += length
@@ -239,7 +263,8 @@ def _array(buffer: memoryview, view: View, base: int) -> Array:
     """A view's raw elements inside ``buffer``, whose first byte is the file's byte ``base``."""
     dtype = raw(view.dtype)
     strides = tuple(step * dtype.itemsize for step in view.strides)
-    return np.ndarray(view.shape, dtype, buffer, view.offset_bytes - base, strides)
+    array: Array = np.ndarray(view.shape, dtype, buffer, view.offset_bytes - base, strides)
+    return array
 
 
 def _slow_to_fast(view: View) -> list[int]:
@@ -250,8 +275,9 @@ def _slow_to_fast(view: View) -> list[int]:
 def _packed(buffer: memoryview, view: View) -> Array:
     """Elements that were read in the file's order, back in the view's dim order."""
     order = _slow_to_fast(view)
-    array = np.ndarray([view.shape[d] for d in order], raw(view.dtype), buffer)
-    return array.transpose([order.index(d) for d in range(len(order))])
+    array: Array = np.ndarray([view.shape[d] for d in order], raw(view.dtype), buffer)
+    back: Array = array.transpose([order.index(d) for d in range(len(order))])
+    return back
 
 
 @dataclass(slots=True)
@@ -286,8 +312,8 @@ def cluster(views: Sequence[View]) -> list[Span]:
 
 def view_runs(view: View) -> Iterator[tuple[int, int]]:
     """(byte offset, length) of each contiguous run, in the file's order."""
-    size = ITEMSIZE[view.dtype]
-    run, outer = size, []
+    run = size = ITEMSIZE[view.dtype]
+    outer: list[tuple[int, int]] = []  # (count, step in bytes)
     for dim in reversed(_slow_to_fast(view)):
         if view.shape[dim] == 1:
             continue

@@ -25,6 +25,7 @@ from .manifest import PADDING
 from .mesh import Coord, Index, Mesh, Shard
 
 Sizes = Mapping[str, int]  # symbol of a dims string -> elements
+Axes = Mapping[str, Shard | Index]  # mesh axis -> how it cuts a stored tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Rule:
     name: str  # megatron-core's local-spec name, global 0-based numbers
     dims: str  # stored dims
     parts: tuple[Part, ...]
-    axes: Mapping[str, Shard | Index] = field(default_factory=dict)
+    axes: Axes = field(default_factory=dict)
     on: Mapping[str, int] = field(default_factory=dict)  # axis -> the only rank; -1 = last
     groups: str = ""  # layout tag that says how segments interleave ("qkv", "glu")
     pad: str = ""  # segment of dim 0 that is padded
@@ -110,9 +111,7 @@ class Placed:
     shape: tuple[int, ...]  # the rank's, elements
     pieces: tuple[Piece, ...]  # they tile the stored tensor exactly
 
-    def bytes_at(
-        self, piece: Piece, base: int, itemsize: int
-    ) -> tuple[int, tuple[int, ...]]:
+    def bytes_at(self, piece: Piece, base: int, itemsize: int) -> tuple[int, tuple[int, ...]]:
         """Byte offset of a piece's first element, and its strides in logical dim order.
 
         ``base`` is the byte offset of the stored tensor, which is row-major.
@@ -208,9 +207,7 @@ def fill(template: str, numbers: Mapping[str, int]) -> str:
     return template
 
 
-def _faults(
-    rules: list[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]
-) -> list[str]:
+def _faults(rules: list[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]) -> list[str]:
     """Every condition of every row that fails, each said once."""
     found: dict[str, None] = {}
     for rule in rules:
@@ -323,9 +320,7 @@ def logical_shapes(rules: list[Rule], sizes: Sizes) -> dict[str, tuple[int, ...]
         for values in itertools.product(*(range(sizes[n]) for n in names)):
             numbers = dict(zip(names, values, strict=True))
             for part in rule.parts:
-                shape = tuple(
-                    sum(sizes[s] for s in dim.split("+")) for dim in part.dims.split()
-                )
+                shape = tuple(sum(sizes[s] for s in dim.split("+")) for dim in part.dims.split())
                 shapes[fill(part.fqn, numbers)] = shape
     return shapes
 
@@ -348,9 +343,7 @@ def evaluate(family: Family, config: Mapping[str, object], origin: str) -> dict[
     return sizes
 
 
-def _value(
-    option: str, config: Mapping[str, object], sizes: Sizes, origin: str
-) -> int | None:
+def _value(option: str, config: Mapping[str, object], sizes: Sizes, origin: str) -> int | None:
     """One alternative of an expression, or None where the config is silent about it."""
     total = 1
     for operator, key in re.findall(r"([*/]?)\s*(\w+)", option):

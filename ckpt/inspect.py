@@ -117,7 +117,9 @@ def statistics(ckpt: Checkpoint, fqn: str) -> Mapping[str, float | int]:
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
             total, square = total + float(finite.sum()), square + float((finite**2).sum())
             count += finite.size
-    mean = total / count if count else math.nan
-    std = math.sqrt(max(0.0, square / count - mean * mean)) if count else math.nan
-    return {"min": low, "max": high, "mean": mean, "std": std,
-            "zeros": zeros, "nan": nans, "inf": infs} if count else {"zeros": zeros, "nan": nans, "inf": infs}
+    counts = {"zeros": zeros, "nan": nans, "inf": infs}
+    if not count:
+        return counts
+    mean = total / count
+    std = math.sqrt(max(0.0, square / count - mean * mean))
+    return {"min": low, "max": high, "mean": mean, "std": std, **counts}

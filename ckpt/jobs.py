@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checkpoint import Checkpoint, Design
+from .containers.blueprint import Checksum
 from .errors import CheckpointError, raise_all
 from .manifest import SideFile
-from .planner import Copy, Plan, chunk_count, plan
+from .planner import Copy, Plan, Tolerance, chunk_count, plan
 from .progress import Progress, human
 
 SYNC_SECONDS = 5.0  # a killed run loses at most this much work
@@ -79,9 +80,7 @@ class Report:
             out.append(f"dropped {tensors} tensors, {human(nbytes)}: {reason}")
         out += [f"xxh3-128 {digest}  {name}" for name, digest in self.digests.items()]
         if not self.dry_run and self.seconds:
-            out.append(
-                f"{self.seconds:.2f} s, {human(int(c.written_bytes / self.seconds))}/s"
-            )
+            out.append(f"{self.seconds:.2f} s, {human(int(c.written_bytes / self.seconds))}/s")
         return out + self.notes
 
     @property
@@ -120,8 +119,14 @@ def run_job(job: Job, options: RunOptions) -> Report:
         return report
     paths = _source_files(job)
     before = snapshot(paths)
-    mark = fingerprint([job.identity, sorted(before.items()), [f.path for f in design.files],
-                        [f.blueprint.size_bytes for f in design.files]])  # fmt: skip
+    mark = fingerprint(
+        [
+            job.identity,
+            sorted(before.items()),
+            [f.path for f in design.files],
+            [f.blueprint.size_bytes for f in design.files],
+        ]
+    )
     with Stage(job.output, mark, single=job.single, overwrite=options.overwrite,
                resume=options.resume) as stage:  # fmt: skip
         if not stage.continued:
@@ -199,7 +204,7 @@ def _move(
     report: Report,
 ) -> None:
     """Move every unit that is not done yet, and compare its replicas while they are cached."""
-    from .compare import Tolerance, compare
+    from .compare import compare
     from .executor import Budget, Mover, run_units, units
 
     work = units(made.copies)
@@ -251,37 +256,34 @@ def _overflow(fqn: str, count: int) -> str:
 
 def _seal(design: Design, options: RunOptions) -> dict[str, tuple[int, str]]:
     """CRC-32s into their slots, then sizes, and digests where asked."""
-    from .containers.files import Files, digest, seal
+    from .containers.files import Files, seal
+    from .executor import in_threads
 
-    found: dict[str, tuple[int, str]] = {}
-    todo = iter(design.files)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
+    def loop(todo: Iterator[tuple[str, Checksum]], stop: threading.Event) -> None:
+        with Files() as files:
+            for path, checksum in todo:
+                seal(path, checksum, files)
 
-    def loop() -> None:
-        try:
-            with Files() as files:
-                while True:
-                    with lock:
-                        file = next(todo, None)
-                    if file is None or errors:
-                        return
-                    seal(file.path, file.blueprint, files)
-                    mark = digest(file.path, files) if options.checksum else ""
-                    found[file.path] = (file.blueprint.size_bytes, mark)
-        except BaseException as error:
-            errors.append(error)
+    ranges = [(file.path, c) for file in design.files for c in file.blueprint.checksums]
+    in_threads(ranges, options.threads if ranges else 0, loop)
+    paths = [file.path for file in design.files]
+    marks = digests(paths, options.threads) if options.checksum else {}
+    return {f.path: (f.blueprint.size_bytes, marks.get(f.path, "")) for f in design.files}
 
-    if not options.checksum and not any(f.blueprint.checksums for f in design.files):
-        return {f.path: (f.blueprint.size_bytes, "") for f in design.files}
-    threads = [threading.Thread(target=loop, daemon=True) for _ in range(options.threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)
-    if errors:
-        raise errors[0]
+
+def digests(paths: Sequence[str], workers: int) -> dict[str, str]:
+    """The xxh3-128 of each file."""
+    from .containers.files import Files, digest
+    from .executor import in_threads
+
+    found: dict[str, str] = {}
+
+    def loop(todo: Iterator[str], stop: threading.Event) -> None:
+        with Files() as files:
+            for path in todo:
+                found[path] = digest(path, files)
+
+    in_threads(paths, workers, loop)
     return found
 
 

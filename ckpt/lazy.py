@@ -51,10 +51,9 @@ class LazyArray:
         for dim, size in enumerate(self.shape):
             k = keys[dim] if dim < len(keys) else slice(None)
             if isinstance(k, int):
-                k, index = slice(k % size if size else 0, None), k
-                if not -size <= index < size:
-                    raise IndexError(f"{self.fqn}: index {index} of dim {dim} of size {size}")
-                starts.append(k.start)
+                if not -size <= k < size:
+                    raise IndexError(f"{self.fqn}: index {k} of dim {dim} of size {size}")
+                starts.append(k % size)
                 sizes.append(1)
                 gone.append(dim)
                 continue
@@ -70,15 +69,13 @@ class LazyArray:
         """The bits of a box (in this tensor's coordinates) as unsigned integers."""
         box = box or full(self.shape)
         array = np.zeros(box.sizes, raw(self.dtype))
-        buffer = memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+        buffer = memoryview(array.reshape(-1).view(np.uint8).data)
         pieces = [
-            Chunk(self.fqn, common, _narrow(chunk, common, box))
+            Chunk(self.fqn, common, _narrow(chunk, common))
             for chunk in self.chunks
             if (common := chunk.box.intersect(box)) is not None
         ]
-        moved = [
-            Chunk(self.fqn, _shift(piece.box, box), piece.view) for piece in pieces
-        ]
+        moved = [Chunk(self.fqn, _shift(piece.box, box), piece.view) for piece in pieces]
         meta = TensorMeta(box.sizes, self.dtype)
         view = View(_MEMORY, 0, box.sizes, row_major(box.sizes), self.dtype)
         target = Manifest({self.fqn: meta}, {self.fqn: [Chunk(self.fqn, full(box.sizes), view)]})
@@ -105,11 +102,9 @@ class LazyArray:
 
 def _shift(box: Box, origin: Box) -> Box:
     """``box`` in coordinates that begin at ``origin``."""
-    return Box(
-        tuple(b - o for b, o in zip(box.offsets, origin.offsets, strict=True)), box.sizes
-    )
+    return Box(tuple(b - o for b, o in zip(box.offsets, origin.offsets, strict=True)), box.sizes)
 
 
-def _narrow(chunk: Chunk, common: Box, _: Box) -> View:
+def _narrow(chunk: Chunk, common: Box) -> View:
     offsets = tuple(c - b for c, b in zip(common.offsets, chunk.box.offsets, strict=True))
     return chunk.view.narrow(offsets, common.sizes)

@@ -35,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """When two elements count as equal: ``|a - b| <= atol + rtol * |b|``; both zero means bit for bit."""
+    """When two elements are equal: ``|a - b| <= atol + rtol * |b|``; zeros mean bit for bit."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -179,9 +179,7 @@ def _tensor(
     fqn: str, wanted: Box, sources: Sequence[Chunk], targets: Sequence[Chunk]
 ) -> tuple[list[Copy], list[Copy], str | None]:
     """The copies of one logical tensor; ``wanted`` is the box that the source must fill."""
-    match = _match(
-        wanted, tuple(c.box for c in sources), tuple(c.box for c in targets)
-    )
+    match = _match(wanted, tuple(c.box for c in sources), tuple(c.box for c in targets))
     if match.fault:
         return [], [], match.fault
     copies = [
@@ -265,9 +263,7 @@ class _Finder:
 
     def __init__(self, likely: Sequence[Box]) -> None:
         rank = len(likely[0].sizes) if likely else 0
-        self.dim = max(
-            range(rank), key=lambda d: len({b.offsets[d] for b in likely}), default=-1
-        )
+        self.dim = max(range(rank), key=lambda d: len({b.offsets[d] for b in likely}), default=-1)
         self.boxes: list[Box] = []
         self.starts: list[tuple[int, int]] = []  # (offset along dim, position), sorted
         self.longest = 0  # along dim
@@ -312,9 +308,7 @@ def _target_fault(wanted: Box, targets: Sequence[Box]) -> str | None:
     if not wanted.numel:
         return None
     tiles, _ = _tile(targets)
-    covered = sum(
-        common.numel for box, _ in tiles if (common := box.intersect(wanted)) is not None
-    )
+    covered = sum(common.numel for box, _ in tiles if (common := box.intersect(wanted)) is not None)
     if covered != wanted.numel:
         return "the target has no place for every element: " + _hole(wanted, [b for b, _ in tiles])
     return None

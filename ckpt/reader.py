@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .checkpoint import Checkpoint, ReadOptions
 from .errors import CheckpointError
@@ -13,8 +13,17 @@ from .formats import hf, shards
 if TYPE_CHECKING:
     from .lazy import LazyArray
 
+
+class Format(Protocol):
+    """Knows which file holds which view under which names."""
+
+    def sniff(self, path: Path) -> bool: ...
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint: ...
+
+
 # In the order in which a folder is asked; each knows its own kind and no other.
-FORMATS = (shards, hf)
+FORMATS: tuple[Format, ...] = (shards, hf)
 LATEST = "latest"  # text file in a save folder: the name of its newest checkpoint
 
 

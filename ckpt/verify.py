@@ -12,7 +12,7 @@ from pathlib import Path
 from .box import full, row_major
 from .checkpoint import Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .jobs import RunOptions
+from .jobs import RunOptions, digests
 from .manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
 from .planner import Copy, Tolerance, plan
 from .progress import Progress
@@ -55,9 +55,9 @@ def verify(
     if b is None:
         return _verify_one(left, options)
     right = read_checkpoint(b, replace(read_b or read, weights_only=weights_only))
-    if left.unread_optimizer or right.unread_optimizer:
-        if not weights_only:
-            raise CheckpointError(left.unread_optimizer or right.unread_optimizer)
+    unread = left.unread_optimizer or right.unread_optimizer
+    if unread and not weights_only:
+        raise CheckpointError(unread)
     left, right = _aligned(left, right)
     return compare_checkpoints(left, right, Tolerance(rtol, atol), weights_only, options)
 
@@ -149,7 +149,9 @@ def _missing_categories(
     absent = sides[0] ^ sides[1]
     for name in sorted(absent) if not weights_only else ():
         has, lacks = (left, right) if name in sides[0] else (right, left)
-        verdict.differences.append(f"optimizer state {name}: only in {has.path}, not in {lacks.path}")
+        verdict.differences.append(
+            f"optimizer state {name}: only in {has.path}, not in {lacks.path}"
+        )
     return absent if not weights_only else sides[0] | sides[1]
 
 
@@ -160,9 +162,7 @@ def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> Non
             side = left.path if key in a else right.path
             verdict.differences.append(f"state {key}: only in {side}")
         elif a[key] != b[key]:
-            verdict.differences.append(
-                f"state {key}: {_short(a[key])} and {_short(b[key])}"
-            )
+            verdict.differences.append(f"state {key}: {_short(a[key])} and {_short(b[key])}")
 
 
 def _short(value: object) -> str:
@@ -217,23 +217,19 @@ def _verify_one(ckpt: Checkpoint, options: RunOptions) -> Verdict:
     verdict.nbytes = made.coverage.read_bytes
     if options.compare_replicas:
         _compare(made.replicas, Tolerance(), options, verdict)
-    _check_digests(ckpt, verdict)
+    _check_digests(ckpt, options, verdict)
     return verdict
 
 
-def _check_digests(ckpt: Checkpoint, verdict: Verdict) -> None:
-    from .containers.files import Files, digest
-
-    checked = 0
-    with Files() as files:
-        for name, (size, mark) in sorted(ckpt.digests.items()):
-            path = ckpt.path / name
-            now = os.path.getsize(path) if path.is_file() else -1
-            if now != size:
-                verdict.differences.append(f"{path}: {now} bytes, {size} are recorded")
-            elif mark:
-                checked += 1
-                found = digest(str(path), files)
-                if found != mark:
-                    verdict.differences.append(f"{path}: xxh3-128 {found}, {mark} is recorded")
-    verdict.notes.append(f"digests: {checked} of {len(ckpt.digests)} files had one recorded")
+def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> None:
+    """Recorded sizes and digests against the files."""
+    recorded = {str(ckpt.path / name): row for name, row in sorted(ckpt.digests.items())}
+    for path, (size, _) in recorded.items():
+        now = os.path.getsize(path) if os.path.isfile(path) else -1
+        if now != size:
+            verdict.differences.append(f"{path}: {now} bytes, {size} are recorded")
+    marked = [path for path, (_, mark) in recorded.items() if mark and os.path.isfile(path)]
+    for path, found in sorted(digests(marked, options.threads).items()):
+        if found != recorded[path][1]:
+            verdict.differences.append(f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded")
+    verdict.notes.append(f"digests: {len(marked)} of {len(recorded)} files had one recorded")

@@ -11,15 +11,25 @@ from . import options
 def _parser() -> argparse.ArgumentParser:
     made = options.parser("merge-ckpt", (__doc__ or "").replace("``", ""))
     options.add_checkpoint(made)
-    made.add_argument("--output", "--save-dir", "--save", metavar="PATH",
-                      help="a folder, or one file if it ends in .safetensors or .bin "
-                           "(default: DIR-hf beside DIR)")  # fmt: skip
+    made.add_argument(
+        "--output",
+        "--save-dir",
+        "--save",
+        metavar="PATH",
+        help="a folder, or one file if it ends in .safetensors or .bin "
+        "(default: DIR-hf beside DIR)",
+    )
     made.add_argument("--dtype", help="cast the weights: fp32, fp16, bf16")
-    made.add_argument("--max-shard-size", metavar="5GB", help="split the weights (default: one file)")
-    made.add_argument("--safe-serialization", action=argparse.BooleanOptionalAction, default=True,
-                      help="safetensors (default) or torch .bin files")  # fmt: skip
-    made.add_argument("--from-master", action="store_true",
-                      help="export the optimizer's fp32 master weights")  # fmt: skip
+    made.add_argument("--max-shard-size", metavar="5GB", help="split the weights (default: no)")
+    made.add_argument(
+        "--safe-serialization",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="safetensors (default) or torch .bin files",
+    )
+    made.add_argument(
+        "--from-master", action="store_true", help="export the optimizer's fp32 master weights"
+    )
     made.add_argument("--verify", action="store_true", help="compare the result with the source")
     options.add_reading(made)
     options.add_running(made)
@@ -39,10 +49,16 @@ def command(argv: Sequence[str]) -> int:
     size = parse_bytes(args.max_shard_size) if args.max_shard_size else None
     read, run = options.read_options(args), options.run_options(args)
     report = merge(
-        source, args.output, dtype=args.dtype, max_shard_size=size, config=args.config,
-        from_master=args.from_master, safe_serialization=args.safe_serialization,
-        read=read, run=run,
-    )  # fmt: skip
+        source,
+        args.output,
+        dtype=args.dtype,
+        max_shard_size=size,
+        config=args.config,
+        from_master=args.from_master,
+        safe_serialization=args.safe_serialization,
+        read=read,
+        run=run,
+    )
     if not args.quiet:
         print("\n".join(report.lines()))
     if not args.verify:

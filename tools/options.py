@@ -21,7 +21,7 @@ DONE, REFUSED, USAGE = 0, 1, 2
 
 def dashed(argv: Sequence[str]) -> list[str]:
     """Long options with dashes: ``--max_shard_size=5GB`` -> ``--max-shard-size=5GB``."""
-    out = []
+    out: list[str] = []
     for position, word in enumerate(argv):
         if word == "--":
             return out + list(argv[position:])
@@ -34,20 +34,25 @@ def dashed(argv: Sequence[str]) -> list[str]:
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser that knows the checkpoint argument."""
-    made = argparse.ArgumentParser(
-        prog=prog, description=description, allow_abbrev=False,
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
         epilog="exit codes: 0 done, 1 refused or different, 2 usage",
-    )  # fmt: skip
-    return made
+    )
 
 
 def add_checkpoint(made: argparse.ArgumentParser) -> None:
     """DIR, --checkpoint-dir and its aliases; without any, the current folder."""
     made.add_argument("checkpoint", nargs="?", metavar="DIR", help="the checkpoint, any format")
     made.add_argument(
-        "--checkpoint-dir", "--load-dir", "--load", dest="checkpoint_dir", metavar="DIR",
+        "--checkpoint-dir",
+        "--load-dir",
+        "--load",
+        dest="checkpoint_dir",
+        metavar="DIR",
         help="the same; default: the current folder if it is a checkpoint",
-    )  # fmt: skip
+    )
 
 
 def add_reading(made: argparse.ArgumentParser) -> None:
@@ -56,32 +61,48 @@ def add_reading(made: argparse.ArgumentParser) -> None:
         "--config", metavar="HF_DIR", help="folder with the Hugging Face config.json to go by"
     )
     made.add_argument(
-        "--layout", action="append", default=[], metavar="KEY=VALUE",
+        "--layout",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
         help="layout tag of a foreign folder, e.g. qkv=per_rank (may be repeated)",
-    )  # fmt: skip
+    )
     made.add_argument("--vocab-size", type=int, metavar="N", help="true vocabulary rows")
 
 
 def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
     """How a job runs."""
     group = made.add_argument_group("running")
-    group.add_argument("--memory-budget", default="32MiB", metavar="BYTES",
-                       help="buffers of all workers together (default 32MiB)")  # fmt: skip
+    group.add_argument(
+        "--memory-budget",
+        default="32MiB",
+        metavar="BYTES",
+        help="buffers of all workers together (default 32MiB)",
+    )
     group.add_argument("--workers", type=int, metavar="N", help="threads (default: cores, up to 4)")
-    group.add_argument("--replicas", choices=("compare", "first"), default="compare",
-                       help="compare replicated tensors (default), or take the first unseen")  # fmt: skip
+    group.add_argument(
+        "--replicas",
+        choices=("compare", "first"),
+        default="compare",
+        help="compare replicated tensors (default), or take the first unseen",
+    )
     group.add_argument("--quiet", action="store_true", help="print errors only")
     if not writes:
         return
-    group.add_argument("--dry-run", action="store_true",
-                       help="print the plan: files, bytes, peak memory; write nothing")  # fmt: skip
-    group.add_argument("--overwrite", action="store_true",
-                       help="replace an existing output, at the very end")  # fmt: skip
-    group.add_argument("--resume", action="store_true",
-                       help="continue an interrupted run, and keep this one's work if it is "
-                            "interrupted")  # fmt: skip
-    group.add_argument("--checksum", action="store_true",
-                       help="record the xxh3-128 of every file")  # fmt: skip
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan: files, bytes, peak memory; write nothing",
+    )
+    group.add_argument(
+        "--overwrite", action="store_true", help="replace an existing output, at the very end"
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted run, and keep this one's work if it is interrupted",
+    )
+    group.add_argument("--checksum", action="store_true", help="record the xxh3-128 of every file")
 
 
 def checkpoint_of(args: argparse.Namespace, made: argparse.ArgumentParser) -> Path:

@@ -11,24 +11,47 @@ from . import options
 def _parser() -> argparse.ArgumentParser:
     made = options.parser("reshard", (__doc__ or "").replace("``", ""))
     options.add_checkpoint(made)
-    made.add_argument("--tp", "--tensor-model-parallel-size", "--target-tensor-parallel-size",
-                      type=int, metavar="N", help="tensor-parallel ranks (default: as the source)")  # fmt: skip
-    made.add_argument("--pp", "--pipeline-model-parallel-size", "--target-pipeline-parallel-size",
-                      type=int, metavar="N", help="pipeline stages (default: as the source)")  # fmt: skip
-    made.add_argument("--dp", type=int, metavar="N",
-                      help="shard the optimizer state over N data-parallel ranks "
-                           "(default: as the source)")  # fmt: skip
+    made.add_argument(
+        "--tp",
+        "--tensor-model-parallel-size",
+        "--target-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="tensor-parallel ranks (default: as the source)",
+    )
+    made.add_argument(
+        "--pp",
+        "--pipeline-model-parallel-size",
+        "--target-pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        help="pipeline stages (default: as the source)",
+    )
+    made.add_argument(
+        "--dp",
+        type=int,
+        metavar="N",
+        help="shard the optimizer state over N data-parallel ranks (default: as the source)",
+    )
     made.add_argument("--pp-layers", metavar="10,10,8", help="layers of each pipeline stage")
-    made.add_argument("--output", "--save-dir", "--save", metavar="PATH",
-                      help="default: DIR-tp4-pp2 beside DIR")  # fmt: skip
+    made.add_argument(
+        "--output", "--save-dir", "--save", metavar="PATH", help="default: DIR-tp4-pp2 beside DIR"
+    )
     made.add_argument("--dtype", help="cast the weights: fp32, fp16, bf16")
-    made.add_argument("--safe-serialization", action=argparse.BooleanOptionalAction,
-                      help="safetensors files or torch .bin files (default: as the source)")  # fmt: skip
-    made.add_argument("--weights-only", action="store_true",
-                      help="leave optimizer and training state out")  # fmt: skip
-    made.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N",
-                      help="pad the vocabulary to a multiple of N x tp (default: as the source, "
-                           "else 128)")  # fmt: skip
+    made.add_argument(
+        "--safe-serialization",
+        action=argparse.BooleanOptionalAction,
+        help="safetensors files or torch .bin files (default: as the source)",
+    )
+    made.add_argument(
+        "--weights-only", action="store_true", help="leave optimizer and training state out"
+    )
+    made.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N x tp (default: as the source, else 128)",
+    )
     options.add_reading(made)
     options.add_running(made)
     return made
@@ -54,12 +77,19 @@ def command(argv: Sequence[str]) -> int:
     from shardwright.ckpt import reshard
 
     report = reshard(
-        source, args.output, tp=args.tp, pp=args.pp, dp=args.dp, pp_layers=layers,
-        dtype=args.dtype, safe_serialization=args.safe_serialization,
+        source,
+        args.output,
+        tp=args.tp,
+        pp=args.pp,
+        dp=args.dp,
+        pp_layers=layers,
+        dtype=args.dtype,
+        safe_serialization=args.safe_serialization,
         weights_only=args.weights_only,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
-        read=options.read_options(args), run=options.run_options(args),
-    )  # fmt: skip
+        read=options.read_options(args),
+        run=options.run_options(args),
+    )
     if not args.quiet:
         print("\n".join(report.lines()))
     return options.DONE

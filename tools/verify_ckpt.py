@@ -36,9 +36,14 @@ def command(argv: Sequence[str]) -> int:
     from shardwright.ckpt import verify
 
     verdict = verify(
-        source, args.other, rtol=args.rtol, atol=args.atol, weights_only=args.weights_only,
-        read=options.read_options(args), run=options.run_options(args),
-    )  # fmt: skip
+        source,
+        args.other,
+        rtol=args.rtol,
+        atol=args.atol,
+        weights_only=args.weights_only,
+        read=options.read_options(args),
+        run=options.run_options(args),
+    )
     if args.json:
         import json
 
@@ -51,8 +56,9 @@ def command(argv: Sequence[str]) -> int:
     if not args.quiet:
         from shardwright.ckpt.progress import human
 
-        print("\n".join(verdict.notes + [_summary(verdict.same, args.other is None)
-                                         + f": {verdict.tensors} tensors, {human(verdict.nbytes)}"]))
+        head = _summary(verdict.same, args.other is None)
+        for line in [*verdict.notes, f"{head}: {verdict.tensors} tensors, {human(verdict.nbytes)}"]:
+            print(line)
     return options.DONE if verdict.same else options.REFUSED
 
 

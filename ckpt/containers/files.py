@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from ..errors import CheckpointError
-from .blueprint import Blueprint
+from .blueprint import Blueprint, Checksum
 
 MAX_CALL_BYTES = 1 << 30
 MAX_OPEN_FILES = 64  # per thread; the usual limit of a process is 1024
@@ -77,7 +77,9 @@ class Files:
             try:
                 got = PREADV(fd, [part], offset + done)
             except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror} at byte {offset + done}") from error
+                raise CheckpointError(
+                    f"{path}: {error.strerror} at byte {offset + done}"
+                ) from error
             if got == 0:
                 raise CheckpointError(
                     f"{path}: ends at byte {offset + done}, {len(into) - done} bytes too early; "
@@ -96,7 +98,9 @@ class Files:
             try:
                 done += PWRITE(fd, data[done : done + MAX_CALL_BYTES], offset + done)
             except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror} at byte {offset + done}") from error
+                raise CheckpointError(
+                    f"{path}: {error.strerror} at byte {offset + done}"
+                ) from error
 
     def transfer(
         self, src: str, src_offset: int, dst: str, dst_offset: int, length: int, scratch: memoryview
@@ -169,18 +173,17 @@ def create(path: str, blueprint: Blueprint) -> None:
         os.close(fd)
 
 
-def seal(path: str, blueprint: Blueprint, files: Files) -> None:
-    """Write the CRC-32 of every range that the blueprint names into its slots."""
+def seal(path: str, checksum: Checksum, files: Files) -> None:
+    """Write the CRC-32 of a range of a file into the slots that want it."""
     scratch = memoryview(bytearray(SCRATCH_BYTES))
-    for checksum in blueprint.checksums:
-        at, stop, crc = checksum.offset_bytes, checksum.offset_bytes + checksum.length_bytes, 0
-        while at < stop:
-            part = scratch[: min(len(scratch), stop - at)]
-            files.read_into(path, at, part)
-            crc = zlib.crc32(part, crc)
-            at += len(part)
-        for slot in checksum.slots:
-            files.write(path, slot, memoryview(crc.to_bytes(4, "little")))
+    at, stop, crc = checksum.offset_bytes, checksum.offset_bytes + checksum.length_bytes, 0
+    while at < stop:
+        part = scratch[: min(len(scratch), stop - at)]
+        files.read_into(path, at, part)
+        crc = zlib.crc32(part, crc)
+        at += len(part)
+    for slot in checksum.slots:
+        files.write(path, slot, memoryview(crc.to_bytes(4, "little")))
 
 
 def digest(path: str, files: Files) -> str:

@@ -59,9 +59,7 @@ def _parse(path: str, raw: bytes) -> dict[str, object]:
         return table
 
     try:
-        header = json.loads(
-            raw.decode("utf-8"), parse_constant=refuse, object_pairs_hook=unique
-        )
+        header = json.loads(raw.decode("utf-8"), parse_constant=refuse, object_pairs_hook=unique)
     except CheckpointError:
         raise
     except (UnicodeDecodeError, ValueError, RecursionError) as error:

@@ -63,9 +63,7 @@ GPT2 = Family(
         ),
         norm("pre_mlp_layernorm.weight", _H + "ln_2.weight"),
         norm("pre_mlp_layernorm.bias", _H + "ln_2.bias"),
-        Rule(
-            D + "mlp.linear_fc1.weight", "f h", (Part(_H + "mlp.c_fc.weight", "h f"),), COLUMN
-        ),
+        Rule(D + "mlp.linear_fc1.weight", "f h", (Part(_H + "mlp.c_fc.weight", "h f"),), COLUMN),
         Rule(D + "mlp.linear_fc1.bias", "f", (Part(_H + "mlp.c_fc.bias", "f"),), COLUMN),
         Rule(D + "mlp.linear_fc2.weight", "h f", (Part(_H + "mlp.c_proj.weight", "f h"),), ROW),
         norm("mlp.linear_fc2.bias", _H + "mlp.c_proj.bias"),
@@ -76,8 +74,12 @@ GPT2 = Family(
     ignore={
         r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)": "the causal mask, not a weight",
     },
-    prefixes={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.",
-              "ln_f.": "transformer.ln_f."},
+    prefixes={
+        "wte.": "transformer.wte.",
+        "wpe.": "transformer.wpe.",
+        "h.": "transformer.h.",
+        "ln_f.": "transformer.ln_f.",
+    },
     tied_names={"lm_head.weight": "transformer.wte.weight"},
 )
 

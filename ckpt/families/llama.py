@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..family import Family, Part, Rule
 from .rows import (
     COLUMN,
-    D,
     LLAMA_SIZES,
-    M,
     OLD_BUFFERS,
+    D,
+    M,
     attention_out,
     embedding,
     final_norm,

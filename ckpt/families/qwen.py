@@ -6,8 +6,8 @@ from ..family import Family
 from .llama import LLAMA
 from .rows import (
     LLAMA_SIZES,
-    M,
     OLD_BUFFERS,
+    M,
     attention_out,
     embedding,
     final_norm,

@@ -7,14 +7,14 @@ tp is larger than the number of groups; gated MLP rows hold [gate; up] of their 
 
 from __future__ import annotations
 
-from ..family import Check, Part, Rule
+from ..family import Axes, Check, Part, Rule
 from ..mesh import Index, Shard
 
 D = "decoder.layers.{layer}."
 M = "model.layers.{layer}."
-LAYER = {"pp": Index("layer")}  # replicated over tp
-COLUMN = {"tp": Shard(0), "pp": Index("layer")}
-ROW = {"tp": Shard(1), "pp": Index("layer")}
+LAYER: Axes = {"pp": Index("layer")}  # replicated over tp
+COLUMN: Axes = {"tp": Shard(0), "pp": Index("layer")}
+ROW: Axes = {"tp": Shard(1), "pp": Index("layer")}
 FIRST, LAST = {"pp": 0}, {"pp": -1}
 
 HEADS = (
@@ -58,15 +58,13 @@ def embedding(fqn: str = "model.embed_tokens.weight") -> Rule:
 
 def head(tied_to: str = "model.embed_tokens.weight") -> tuple[Rule, Rule]:
     """The output layer: its own tensor, or the last stage's copy of the embedding."""
-    axes = {"tp": Shard(0)}
+    axes: Axes = {"tp": Shard(0)}
     own = (Part("lm_head.weight", "vocab h"),)
     tied = (Part(tied_to, "vocab h"),)
     name = "output_layer.weight"
     return (
         Rule(name, "vocab h", own, axes, LAST, pad="vocab", when=("!tie_word_embeddings",)),
-        Rule(
-            name, "vocab h", tied, axes, LAST, pad="vocab", when=("tie_word_embeddings", "pp>1")
-        ),
+        Rule(name, "vocab h", tied, axes, LAST, pad="vocab", when=("tie_word_embeddings", "pp>1")),
     )
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ..box import full, row_major
 from ..checkpoint import (
+    CHECKSUMS,
     Checkpoint,
     Container,
     Design,
-    CHECKSUMS,
     Model,
     OutFile,
     RankFile,
@@ -131,9 +131,7 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> No
         if fqn not in wanted:
             faults.append(f"{fqn}: unknown tensor of shape {list(meta.shape)}")
         elif meta.shape != wanted[fqn]:
-            faults.append(
-                f"{fqn}: shape {list(meta.shape)}, the config says {list(wanted[fqn])}"
-            )
+            faults.append(f"{fqn}: shape {list(meta.shape)}, the config says {list(wanted[fqn])}")
         elif meta.dtype.startswith("F8_"):
             faults.append(f"{fqn}: {meta.dtype} without a scale; dequantize the weights first")
     raise_all(faults, f"{path}: not the {model.family.name} model of its config")
@@ -177,8 +175,8 @@ def _split_indices(folder: Path, index: Path) -> Iterator[Index]:
         file = resolve(folder, name, index)
         part = container_of(file).index(str(file))
         said = {fqn for fqn, where in table.items() if where == name}
-        for fqn in said - set(part.entries):
-            faults.append(f"{file}: lacks {fqn}, which {index.name} places there")
+        lacking = said - set(part.entries)
+        faults += [f"{file}: lacks {fqn}, which {index.name} places there" for fqn in lacking]
         for fqn in set(part.entries) - said:
             where = f"places in {table[fqn]}" if fqn in table else "does not name"
             faults.append(f"{file}: holds {fqn}, which {index.name} {where}")
@@ -235,9 +233,7 @@ def _split(metas: Mapping[str, TensorMeta], limit: int | None) -> list[list[str]
     return groups
 
 
-def _index_file(
-    first: str, where: Mapping[str, str], metas: Mapping[str, TensorMeta]
-) -> SideFile:
+def _index_file(first: str, where: Mapping[str, str], metas: Mapping[str, TensorMeta]) -> SideFile:
     """transformers' index: sizes from the tensors that are written, keys sorted."""
     table = {
         "metadata": {

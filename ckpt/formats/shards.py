@@ -136,8 +136,9 @@ def _scan(path: Path) -> _Names:
     if len(spellings) > 1:
         raise CheckpointError(f"{path}: mixes two spellings: {', '.join(spellings.values())}")
     suffix = next(iter(spellings), "safetensors")
-    return _Names(dict(sorted(kinds["model"].items())), dict(sorted(kinds["optimizer"].items())),
-                  suffix)  # fmt: skip
+    return _Names(
+        dict(sorted(kinds["model"].items())), dict(sorted(kinds["optimizer"].items())), suffix
+    )
 
 
 def _mesh_shape(path: Path, names: _Names, table: Mapping[str, object]) -> dict[str, int]:
@@ -239,10 +240,12 @@ def _detect_stages(
 
 # TransformerEngine's names for norms that it fuses into the next linear layer
 _ALIASES = (
-    (re.compile(r"(.*)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)"),
-     r"\1.input_layernorm.\2"),
+    (
+        re.compile(r"(.*)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)"),
+        r"\1.input_layernorm.\2",
+    ),
     (re.compile(r"(.*)\.mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"\1.pre_mlp_layernorm.\2"),
-)  # fmt: skip
+)
 _WRAPPERS = ("model.", "module.", "state_dict.")  # keys that some writers put around the names
 _EXTRA = "_extra_state"
 
@@ -304,7 +307,9 @@ class _Reader:
         result.digests = read_digests(table.get("files"))
         self._check_sizes()
         result.random_states = tuple(
-            SideFile(f.name, str(f)) for f in sorted(self.path.iterdir()) if _RANDOM.fullmatch(f.name)
+            SideFile(f.name, str(f))
+            for f in sorted(self.path.iterdir())
+            if _RANDOM.fullmatch(f.name)
         )
         order = {fqn: i for i, fqn in enumerate(self.shapes)}
         metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(_bare(kv[0]), len(order))))
@@ -367,7 +372,9 @@ class _Reader:
                 continue
             placed = rows.get(name)
             if placed is None:
-                self.faults.append(f"{index.path}: {name}: unknown tensor of shape {list(entry.shape)}")
+                self.faults.append(
+                    f"{index.path}: {name}: unknown tensor of shape {list(entry.shape)}"
+                )
                 continue
             found.add(name)
             if entry.shape != placed.shape:
@@ -419,7 +426,9 @@ class _Reader:
         prefix = state + "/" if state else ""
         size = ITEMSIZE[entry.dtype]
         if start == 0 and entry.shape == placed.shape and entry.strides != row_major(entry.shape):
-            self.faults.append(f"{file}: {entry.name}: not contiguous; save it again with .contiguous()")
+            self.faults.append(
+                f"{file}: {entry.name}: not contiguous; save it again with .contiguous()"
+            )
             return
         for piece in pieces:
             base = entry.offset_bytes - start * size
@@ -582,7 +591,9 @@ class _Writer:
         parts = {p.fqn for p in placed.pieces if not p.fqn.startswith(PADDING)}
         if not parts:  # a rank that holds padding rows alone
             parts = {p.fqn.removeprefix(PADDING) for p in placed.pieces}
-        found = {fqn: self.source[prefix + fqn].dtype for fqn in parts if prefix + fqn in self.source}
+        found = {
+            fqn: self.source[prefix + fqn].dtype for fqn in parts if prefix + fqn in self.source
+        }
         if found and len(found) < len(parts):
             lacking = sorted(parts - set(found))
             self.faults.append(f"{prefix}{placed.name}: the source lacks {', '.join(lacking)}")
@@ -616,9 +627,13 @@ class _Writer:
             rows_ = [(s, p, p.pieces, 0) for s, p, _ in have]
             self._file("optimizer", coord, specs, {}, rows_)
             return
-        starts = dict(zip((p.name for p in rows),
-                          itertools.accumulate((math.prod(p.shape) for p in rows), initial=0),
-                          strict=False))  # fmt: skip
+        starts = dict(
+            zip(
+                (p.name for p in rows),
+                itertools.accumulate((math.prod(p.shape) for p in rows), initial=0),
+                strict=False,
+            )
+        )
         total = sum(math.prod(p.shape) for p in rows)
         for rank in range(self.target.dp):
             share = rank * total // self.target.dp, (rank + 1) * total // self.target.dp

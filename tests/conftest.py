@@ -1,0 +1,16 @@
+"""Fixtures that every test may use."""
+
+from pathlib import Path
+
+import pytest
+
+# Checkpoints written by other tools. They are too large for the repository and lie beside it.
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden checkpoints; a test that asks for it is skipped where it is absent."""
+    if not GOLDEN.is_dir():
+        pytest.skip(f"no golden checkpoints: {GOLDEN} does not exist")
+    return GOLDEN

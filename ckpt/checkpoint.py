@@ -75,10 +75,13 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)  # lines that the user is to see
     random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
     unread_optimizer: str = ""  # why optimizer files here cannot be read; empty if they can
+    config: Path | None = None  # where a model that no family knows is described
 
     def need_model(self) -> Model:
         """The model, for jobs that must know the packing."""
         if self.model is None:
+            if self.config is not None:
+                load_model(self.config)  # raises with the model types that are known
             raise CheckpointError(
                 f"{self.path}: no config.json says which model this is; name its folder with "
                 "--config HF_DIR"

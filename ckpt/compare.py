@@ -32,18 +32,16 @@ class Difference:
         )
 
 
-def compare(
-    left: Mover, right: Mover, copies: Sequence[Copy], tolerance: Tolerance
-) -> Difference | None:
+def compare(mover: Mover, copies: Sequence[Copy], tolerance: Tolerance) -> Difference | None:
     """The difference between ``src`` and ``dst`` of one logical tensor's copies, or None."""
     found = Difference(copies[0].fqn) if copies else None
-    for _, parts in tiles(copies, left.tile_bytes):
-        a = left.gather([part.src for part in parts])
-        b = right.gather([part.dst for part in parts])
+    for parts in tiles(copies, mover.budget):
+        a = mover.gather([part.src for part in parts])
+        b = mover.gather([part.dst for part in parts], beside=True)
         for part, x, y in zip(parts, a, b, strict=True):
             assert found is not None
             _compare(found, part, x, y, tolerance)
-        left.progress(sum(part.nbytes for part in parts))
+        mover.progress(sum(part.nbytes for part in parts))
     return found if found is not None and found.elements else None
 
 

@@ -5,7 +5,7 @@ tensor. Ranges that are contiguous on both sides go from file to file; the rest 
 the logical tensor in the destination's order: each source span of a tile is read once, however
 many ranks it goes to, rearranged in memory, and each destination span is written once.
 
-Memory: workers x three buffers of a tile, whatever the model's size.
+Memory: workers x two buffers and what a cast needs, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from .planner import Copy
 
 RUN_BYTES = 1 << 16  # a contiguous run this long is moved by itself, not through a tile
 TILE_BYTES = 2 << 20  # tiles above this leave the L2 cache and gain nothing
-SPAN_TILES = 4  # a source span may be this many tiles long if it is dense enough
 MIN_DENSITY = 4  # read a whole span if at least 1/4 of it is wanted; else run by run
 
 
@@ -38,9 +37,17 @@ class Budget:
     total_bytes: int = 32 << 20
 
     @property
-    def tile_bytes(self) -> int:
-        """Bytes of a destination tile, such that a worker's buffers stay inside its share."""
-        return max(1 << 14, min(TILE_BYTES, self.total_bytes // self.workers // (SPAN_TILES + 2)))
+    def buffer_bytes(self) -> int:
+        """The most that each of a worker's two buffers may hold; a cast needs as much again."""
+        return max(1 << 14, self.total_bytes // self.workers // 3)
+
+    def tile_bytes(self, turned: bool) -> int:
+        """Bytes of a destination tile.
+
+        Where the copy turns dims around, the source's runs grow with the tile, so it is as
+        large as a buffer; else a quarter, so that a span of 1/4 density can be read whole.
+        """
+        return self.buffer_bytes if turned else min(TILE_BYTES, self.buffer_bytes // MIN_DENSITY)
 
 
 def units(copies: Sequence[Copy]) -> list[list[Copy]]:
@@ -66,7 +73,7 @@ def run_units(
 
     def loop(todo: Iterator[tuple[int, list[Copy]]], stop: threading.Event) -> None:
         with Files(buffers) as files:
-            mover = Mover(files, budget.tile_bytes, stop)
+            mover = Mover(files, budget, stop)
             for index, unit in todo:
                 each(mover, index, unit)
             finish(mover)
@@ -134,11 +141,10 @@ class Mover:
     """One worker: its open files, its buffers, and what it has moved."""
 
     files: Files
-    tile_bytes: int
+    budget: Budget
     stop: threading.Event = field(default_factory=threading.Event)
     progress: Callable[[int], None] = lambda nbytes: None
     overflows: dict[str, int] = field(default_factory=dict)  # finite values that became infinite
-    _twin: Mover | None = None
     _read: memoryview = field(default_factory=lambda: memoryview(b""))
     _write: memoryview = field(default_factory=lambda: memoryview(b""))
 
@@ -151,17 +157,10 @@ class Mover:
                 strided.append(copy)
             for src_offset, dst_offset, length in runs:
                 self._move_run(copy, src_offset, dst_offset, length)
-        for box, parts in tiles(strided, self.tile_bytes):
-            del box
+        for parts in tiles(strided, self.budget):
             self._check_stop()
             self._move_tile(parts)
             self.progress(sum(part.nbytes for part in parts))
-
-    def twin(self) -> Mover:
-        """The same worker with buffers of its own, to hold two sides of a comparison."""
-        if self._twin is None:
-            self._twin = Mover(self.files, self.tile_bytes, self.stop)
-        return self._twin
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
@@ -173,8 +172,8 @@ class Mover:
         for done in range(0, length, step):
             self._check_stop()
             size = min(step, length - done)
-            self._write = _grown(self._write, min(size, self.tile_bytes))
-            scratch = self._write[: self.tile_bytes]
+            self._write = _grown(self._write, min(size, self.budget.tile_bytes(turned=False)))
+            scratch = self._write[: self.budget.tile_bytes(turned=False)]
             self.files.transfer(
                 copy.src.file, src_offset + done, copy.dst.file, dst_offset + done, size, scratch
             )
@@ -216,39 +215,39 @@ class Mover:
         if lost:
             self.overflows[part.fqn] = self.overflows.get(part.fqn, 0) + lost
 
-    def gather(self, views: Sequence[View]) -> list[Array]:
+    def gather(self, views: Sequence[View], *, beside: bool = False) -> list[Array]:
         """The raw elements of ``views``, each span of bytes read once.
 
-        The arrays look into this worker's read buffer and hold until the next call.
+        The arrays look into this worker's read buffer, or with ``beside`` into its write
+        buffer, so that two sides can be compared; they hold until the next such call.
         """
         spans = cluster(views)
-        limit = self.tile_bytes * SPAN_TILES
-        whole = [
-            s.length <= limit - self.tile_bytes and s.useful * MIN_DENSITY >= s.length
-            for s in spans
-        ]
+        room = self.budget.buffer_bytes - sum(span.useful for span in spans)
+        whole = []
+        for span in spans:  # read gaps too while the buffer has room for them
+            gap = span.length - span.useful
+            whole.append(gap <= room and span.useful * MIN_DENSITY >= span.length)
+            room -= gap if whole[-1] else 0
         need = sum(s.length if w else s.useful for s, w in zip(spans, whole, strict=True))
-        self._read = _grown(self._read, need)
+        if beside:
+            into = self._write = _grown(self._write, need)
+        else:
+            into = self._read = _grown(self._read, need)
         found: dict[int, Array] = {}
         at = 0
         for span, as_one in zip(spans, whole, strict=True):
             if as_one:
-                buffer = self._read[at : at + span.length]
+                buffer = into[at : at + span.length]
                 self.files.read_into(span.file, span.start, buffer)
                 found.update((i, _array(buffer, views[i], span.start)) for i in span.members)
                 at += span.length
                 continue
             for i in span.members:
-                at = self._gather_runs(views[i], at)
-                found[i] = _packed(self._read[at - _nbytes(views[i]) : at], views[i])
+                buffer = into[at : at + _nbytes(views[i])]
+                self.files.read_runs(span.file, view_runs(views[i]), buffer)
+                found[i] = _packed(buffer, views[i])
+                at += len(buffer)
         return [found[i] for i in range(len(views))]
-
-    def _gather_runs(self, view: View, at: int) -> int:
-        """Read a sparse view run by run into the read buffer; the position after it."""
-        for offset, length in view_runs(view):
-            self.files.read_into(view.file, offset, self._read[at : at + length])
-            at += length
-        return at
 
 
 def _grown(buffer: memoryview, size: int) -> memoryview:
@@ -313,7 +312,7 @@ def cluster(views: Sequence[View]) -> list[Span]:
 def view_runs(view: View) -> Iterator[tuple[int, int]]:
     """(byte offset, length) of each contiguous run, in the file's order."""
     run = size = ITEMSIZE[view.dtype]
-    outer: list[tuple[int, int]] = []  # (count, step in bytes)
+    outer: list[tuple[int, int]] = []  # (count, step in bytes), fastest first
     for dim in reversed(_slow_to_fast(view)):
         if view.shape[dim] == 1:
             continue
@@ -323,10 +322,18 @@ def view_runs(view: View) -> Iterator[tuple[int, int]]:
             outer.append((view.shape[dim], view.strides[dim] * size))
     if 0 in view.shape:
         return
-    outer.reverse()
-    for index in np.ndindex(*(n for n, _ in outer)):
-        step = sum(i * s for i, (_, s) in zip(index, outer, strict=True))
-        yield view.offset_bytes + step, run
+    for start in offsets_of(view.offset_bytes, outer):
+        yield start, run
+
+
+def offsets_of(start: int, outer: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """The byte offsets of a grid of (count, step) dims, fastest first, in rising order."""
+    if not outer:
+        yield start
+        return
+    (count, step), slower = outer[0], outer[1:]
+    for base in offsets_of(start, slower):
+        yield from range(base, base + count * step, step) if step else (base,) * count
 
 
 def contiguous_runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
@@ -349,18 +356,16 @@ def contiguous_runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
             outer.append((count, a, b))
     if outer and run < RUN_BYTES:
         return
-    outer.reverse()
-    for index in np.ndindex(*(n for n, _, _ in outer)) if outer else [()]:
-        a = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
-        b = sum(i * d for i, (_, _, d) in zip(index, outer, strict=True))
-        yield src.offset_bytes + a, dst.offset_bytes + b, run
+    sources = offsets_of(src.offset_bytes, [(count, step) for count, step, _ in outer])
+    targets = offsets_of(dst.offset_bytes, [(count, step) for count, _, step in outer])
+    for a, b in zip(sources, targets, strict=True):
+        yield a, b, run
 
 
-def tiles(copies: Sequence[Copy], tile_bytes: int) -> Iterator[tuple[Box, list[Copy]]]:
+def tiles(copies: Sequence[Copy], budget: Budget) -> Iterator[list[Copy]]:
     """The copies of one logical tensor cut into tiles, in the destination's order.
 
-    A tile's box lies in the logical tensor's coordinates; its copies write at most
-    ``tile_bytes`` unless one element of every copy is more.
+    A tile's copies write at most ``budget.tile_bytes`` unless one element of each is more.
     """
     copies = [copy for copy in copies if copy.box.numel]
     if not copies:
@@ -369,15 +374,16 @@ def tiles(copies: Sequence[Copy], tile_bytes: int) -> Iterator[tuple[Box, list[C
     lo = tuple(min(c.box.offsets[d] for c in copies) for d in range(rank))
     hi = tuple(max(c.box.stop(d) for c in copies) for d in range(rank))
     bounds = Box(lo, tuple(b - a for a, b in zip(lo, hi, strict=True)))
-    yield from _split(bounds, copies, _slow_to_fast(copies[0].dst), tile_bytes)
+    order = _slow_to_fast(copies[0].dst)
+    turned = order != _slow_to_fast(copies[0].src)
+    yield from _split(bounds, copies, order, budget.tile_bytes(turned))
 
 
 def _split(
-    box: Box, copies: list[Copy], order: list[int], tile_bytes: int
-) -> Iterator[tuple[Box, list[Copy]]]:
+    box: Box, copies: Sequence[Copy], order: list[int], tile_bytes: int
+) -> Iterator[list[Copy]]:
     """Cut along the destination's slowest dim that still has more than one index."""
-    inside = [(copy, common) for copy in copies if (common := copy.box.intersect(box))]
-    inside = [(copy, common) for copy, common in inside if common.numel]
+    inside = [(c, common) for c in copies if (common := c.box.intersect(box)) and common.numel]
     if not inside:
         return
     total = sum(
@@ -386,7 +392,7 @@ def _split(
     )
     dim = next((d for d in order if box.sizes[d] > 1), -1)
     if total <= tile_bytes or dim < 0:
-        yield box, [_sub(copy, common) for copy, common in inside]
+        yield [_sub(copy, common) for copy, common in inside]
         return
     step = max(1, box.sizes[dim] * tile_bytes // total)
     for start in range(box.offsets[dim], box.stop(dim), step):

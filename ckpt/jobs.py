@@ -225,7 +225,7 @@ def _move(
         again = repeats.get(unit[0].fqn)
         if again:
             mover.progress = lambda nbytes: None
-            found = compare(mover, mover.twin(), again, Tolerance())
+            found = compare(mover, again, Tolerance())
             if found is not None:
                 with lock:
                     faults.append("replicas differ: " + found.describe())

@@ -81,7 +81,7 @@ class LazyArray:
         target = Manifest({self.fqn: meta}, {self.fqn: [Chunk(self.fqn, full(box.sizes), view)]})
         copies = plan(Manifest({self.fqn: meta}, {self.fqn: moved}), target).copies
         with Files({_MEMORY: buffer}) as files:
-            Mover(files, Budget().tile_bytes).move(copies)
+            Mover(files, Budget()).move(copies)
         return array
 
     def torch(self) -> torch.Tensor:

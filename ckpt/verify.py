@@ -196,14 +196,14 @@ def _compare(
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
         mover.progress = progress.add
-        difference = compare(mover, mover.twin(), unit, tolerance)
+        difference = compare(mover, unit, tolerance)
         if difference is not None:
             with lock:
                 found[index] = difference.describe()
 
     total = sum(copy.nbytes for copy in copies)
     with Progress(total, "verify", quiet=options.quiet) as progress:
-        run_units(units(copies), Budget(options.threads, options.memory_budget // 2), each)
+        run_units(units(copies), Budget(options.threads, options.memory_budget), each)
     verdict.differences += [found[index] for index in sorted(found)]
 
 

@@ -11,7 +11,7 @@ import errno
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
 from ..errors import CheckpointError
@@ -86,6 +86,13 @@ class Files:
                     "it became shorter while it was read"
                 )
             done += got
+
+    def read_runs(self, path: str, runs: Iterable[tuple[int, int]], into: memoryview) -> None:
+        """Fill ``into`` with the (offset, length) ranges one after another."""
+        at = 0
+        for offset, length in runs:
+            self.read_into(path, offset, into[at : at + length])
+            at += length
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
         """Write all of ``data`` (bytes) at ``offset``."""

@@ -67,6 +67,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     indices = list(_indices(path))
     result = Checkpoint(path, NAME, Manifest({}, {}), model)
     if model is None and config is not None:
+        result.config = config
         result.notes.append(f"{config}: no family table for this model; tensors pass as they are")
     chunks = Chunks()
     metas: dict[str, TensorMeta] = {}

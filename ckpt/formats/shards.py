@@ -321,9 +321,11 @@ class _Reader:
     def _say_foreign(self) -> None:
         tags = ", ".join(f"{tag}={value}" for tag, value in self.header.layout.items())
         stages = ",".join(str(len(s)) for s in self.header.mesh.owned["pp"])
+        local = any(self._first_layer(coord, index) for coord, index in self.indices.items())
         self.result.notes.append(
             f"{self.path}: no checkpoint.json; assumed layout {tags} (--layout KEY=VALUE "
-            f"overrides), layers per stage {stages}"
+            f"overrides), layers per stage {stages}, "
+            f"numbered {'locally, from 0 on each stage' if local else 'globally'}"
         )
 
     def _check_sizes(self) -> None:

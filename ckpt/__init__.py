@@ -1,17 +1,38 @@
 """Checkpoints of large models: read, plan, move, check. Imports neither torch nor NumPy.
 
-from shardwright.ckpt import open_checkpoint, reshard, merge, verify, plan
+    from shardwright.ckpt import open_checkpoint, reshard, merge, verify, plan
+
+Names are imported when they are first used, so that a command's ``--help`` costs nothing.
 """
 
 from __future__ import annotations
 
-from .checkpoint import ReadOptions
-from .convert import merge, reshard
-from .errors import CheckpointError
-from .jobs import Report, RunOptions
-from .planner import Plan, plan
-from .reader import OpenCheckpoint, open_checkpoint
-from .verify import Verdict, verify
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoint import ReadOptions
+    from .convert import merge, reshard
+    from .errors import CheckpointError
+    from .jobs import Report, RunOptions
+    from .planner import Plan, plan
+    from .reader import OpenCheckpoint, open_checkpoint
+    from .verifier import Verdict, verify
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "OpenCheckpoint": "reader",
+    "Plan": "planner",
+    "ReadOptions": "checkpoint",
+    "Report": "jobs",
+    "RunOptions": "jobs",
+    "Verdict": "verifier",
+    "merge": "convert",
+    "open_checkpoint": "reader",
+    "plan": "planner",
+    "reshard": "convert",
+    "verify": "verifier",
+}
 
 __all__ = [
     "CheckpointError",
@@ -27,3 +48,11 @@ __all__ = [
     "reshard",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,7 +1,8 @@
 """Element types as NumPy arrays, and the casts that ``--dtype`` asks for.
 
 NumPy has no bfloat16: its bits are carried as uint16. Results are torch's, bit for bit:
-round to nearest even, every NaN becomes 0x7FC0, float64 goes to bfloat16 through float32.
+round to nearest even, float64 goes to 16 bits through float32. A NaN stays a NaN; its payload
+is 0x7FC0 in bfloat16, where torch's depends on whether it took a vector or a scalar path.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ def cast(array: Array, src: str, dst: str) -> Array:
     if src == dst:
         return array
     number = values(array, src)
-    if dst == "BF16":
-        return _to_bfloat16(number.astype(np.float32))
     with np.errstate(over="ignore", invalid="ignore"):
+        if dst in ("BF16", "F16") and src == "F64":
+            number = number.astype(np.float32)
+        if dst == "BF16":
+            return _to_bfloat16(number.astype(np.float32))
         narrowed = number.astype(_VALUES[dst])
     bits: Array = narrowed.view(raw(dst))
     return bits

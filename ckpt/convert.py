@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 from .checkpoint import CHECKSUMS, Checkpoint, Design, ReadOptions, find_config
 from .dtypes import CASTABLE, TO_TORCH, parse_dtype
 from .errors import CheckpointError
+from .family import build_mesh
 from .formats import hf, shards
 from .formats.side_files import side_files
 from .jobs import Job, Report, RunOptions, run_job
 from .manifest import STATES, SideFile, TensorMeta, category_of, is_padding
-from .mesh import Mesh, split_by_counts, split_evenly
+from .mesh import AXES, named_axes, split_by_counts
 from .planner import Tolerance, by_category
 from .reader import read_checkpoint
 
 if TYPE_CHECKING:
-    from .verify import Verdict
+    from .verifier import Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
     """The layout that shards are to have; None keeps the source's own."""
 
-    tp: int | None = None
-    pp: int | None = None
+    axes: Mapping[str, int | None]  # ranks of tp, pp and further axes
     dp: int | None = None  # shard the optimizer over this many ranks
     pp_layers: tuple[int, ...] | None = None  # layers of each stage
     dtype: str | None = None  # of the weights
@@ -62,17 +62,20 @@ def reshard(
     make_vocab_size_divisible_by: int | None = None,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
+    **axes: int | None,
 ) -> Report:
     """Write ``source`` as ``tp_X_pp_Y`` shards of another layout; returns the report.
 
     What is None stays as in the source (a Hugging Face source is tp 1, pp 1). ``dp`` shards
     the optimizer state over that many ranks, ``pp_layers`` names the layers of each stage,
-    ``dtype`` casts the weights. Default output: ``DIR-tp4-pp2`` beside the source. Raises
-    CheckpointError.
+    ``dtype`` casts the weights, ``axes`` are ranks of mesh axes beyond these. Default output:
+    ``DIR-tp4-pp2`` beside the source. Raises CheckpointError.
     """
+    unknown = set(axes) - set(AXES)
+    if unknown:
+        raise TypeError(f"reshard() got unexpected arguments: {', '.join(sorted(unknown))}")
     to = ReshardOptions(
-        tp,
-        pp,
+        {"tp": tp, "pp": pp, **axes},
         dp,
         tuple(pp_layers) if pp_layers is not None else None,
         dtype,
@@ -88,7 +91,7 @@ def reshard(
         raise CheckpointError(ckpt.unread_optimizer)
     target = _target(ckpt, to)
     sizes = dict(target.mesh.axes)
-    name = f"{ckpt.path.name}-tp{sizes['tp']}-pp{sizes['pp']}"
+    name = ckpt.path.name + "".join(f"-{axis}{size}" for axis, size in target.mesh.axes)
     where = Path(output).expanduser().absolute() if output else ckpt.path.parent / name
     metas = _cast(ckpt.manifest.tensors, to.dtype)
     same = _same_layout(ckpt, target)
@@ -126,26 +129,25 @@ def reshard(
 def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards.Target:
     """The new layout, with everything that the user left open taken from the source."""
     model = ckpt.need_model()
-    for name, value in (("--tp", to.tp), ("--pp", to.pp), ("--dp", to.dp)):
+    for name, value in (*to.axes.items(), ("dp", to.dp)):
         if value is not None and value < 1:
-            raise CheckpointError(f"{name} {value}: must be at least 1")
+            raise CheckpointError(f"--{name} {value}: must be at least 1")
     multiple = to.vocab_multiple if to.vocab_multiple is not None else ckpt.vocab_multiple
     if multiple < 1:
         raise CheckpointError(f"--make-vocab-size-divisible-by {multiple}: must be at least 1")
-    tp = to.tp if to.tp is not None else ckpt.mesh.size("tp")
-    pp = to.pp
-    if pp is None:
-        pp = len(to.pp_layers) if to.pp_layers is not None else ckpt.mesh.size("pp")
-    layers = model.sizes["layer"]
+    asked = {axis: size for axis, size in to.axes.items() if size is not None}
+    sizes = {axis: asked.get(axis, ckpt.mesh.size(axis)) for axis in AXES}
+    stages = None
     if to.pp_layers is not None:
-        if len(to.pp_layers) != pp:
-            raise CheckpointError(f"--pp-layers names {len(to.pp_layers)} stages, --pp says {pp}")
-        owned = split_by_counts(layers, to.pp_layers)
-    elif to.pp is None and pp == ckpt.mesh.size("pp") and "pp" in ckpt.mesh.owned:
-        owned = ckpt.mesh.owned["pp"]
-    else:
-        owned = split_evenly(layers, pp)
-    mesh = Mesh((("tp", tp), ("pp", pp)), {"pp": owned})
+        if len(to.pp_layers) != asked.get("pp", len(to.pp_layers)):
+            raise CheckpointError(
+                f"--pp-layers names {len(to.pp_layers)} stages, --pp says {asked['pp']}"
+            )
+        sizes["pp"] = len(to.pp_layers)
+        stages = split_by_counts(model.sizes["layer"], to.pp_layers)
+    elif "pp" not in asked:
+        stages = ckpt.mesh.owned.get("pp")
+    mesh = build_mesh(model.family.select(model.flags), model.sizes, named_axes(sizes), stages)
     dp = to.dp if to.dp is not None else ckpt.dp
     sharded = dp > 1 if to.dp is not None else ckpt.sharded
     safe = to.safe if to.safe is not None else not _is_bin(ckpt)
@@ -365,7 +367,7 @@ def verify_merge(
     run: RunOptions | None = None,
 ) -> Verdict:
     """Compare a finished merge with its source, casting the source's values as it was."""
-    from .verify import compare_checkpoints
+    from .verifier import compare_checkpoints
 
     read = read or ReadOptions()
     ckpt = read_checkpoint(source, replace(read, weights_only=not from_master))

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .box import Box, range_boxes, row_major
 from .errors import CheckpointError, raise_all
 from .manifest import PADDING
-from .mesh import Coord, Index, Mesh, Shard
+from .mesh import Coord, Index, Mesh, Shard, split_evenly
 
 Sizes = Mapping[str, int]  # symbol of a dims string -> elements
 Axes = Mapping[str, Shard | Index]  # mesh axis -> how it cuts a stored tensor
@@ -373,6 +373,30 @@ def model_flags(family: Family, config: Mapping[str, object], origin: str) -> fr
         if value:
             found.add(key)
     return frozenset(found)
+
+
+def build_mesh(
+    rules: Sequence[Rule],
+    sizes: Sizes,
+    axes: tuple[tuple[str, int], ...],
+    stages: tuple[tuple[int, ...], ...] | None = None,
+) -> Mesh:
+    """A mesh whose indexed axes own what the rules index by them, split evenly.
+
+    ``stages`` says instead which layers each rank of pp owns. Raises CheckpointError for an
+    axis of several ranks that no rule is cut by: each rank would hold the same.
+    """
+    owned = {} if stages is None else {"pp": stages}
+    used = {"pp"}
+    for axis, at in itertools.chain(*(rule.axes.items() for rule in rules)):
+        used.add(axis)
+        if isinstance(at, Index) and axis not in owned:
+            ranks = dict(axes).get(axis, 1)
+            owned[axis] = split_evenly(sizes[at.name], ranks, at.name, axis)
+    for axis, size in axes:
+        if size > 1 and axis not in used:
+            raise CheckpointError(f"{axis}={size}: nothing of this model is split over {axis}")
+    return Mesh(axes, owned)
 
 
 def mesh_flags(mesh: Mesh) -> frozenset[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .errors import CheckpointError
 
+AXES: tuple[str, ...] = ("tp", "pp")  # of file names, in their order
 Coord = tuple[tuple[str, int], ...]  # (axis, rank) pairs in the mesh's order
 
 
@@ -54,12 +55,22 @@ class Mesh:
         raise AssertionError(f"index {index} is owned by no rank of {axis}: {self.owned[axis]}")
 
 
-def split_evenly(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """``count`` indices over ``ranks``, contiguous and equal; ValueError where they do not."""
+def named_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The axes that a mesh of these sizes has: tp and pp always, others where they split."""
+    return tuple((a, sizes.get(a, 1)) for a in AXES if a in ("tp", "pp") or sizes.get(a, 1) > 1)
+
+
+def split_evenly(
+    count: int, ranks: int, what: str = "layer", axis: str = "pp"
+) -> tuple[tuple[int, ...], ...]:
+    """``count`` indices over ``ranks``, contiguous and equal; CheckpointError where they are not.
+
+    ``what`` (``layer``, ``expert``) and ``axis`` are for the message.
+    """
     if count % ranks:
+        hint = f"; name the stages with --pp-layers, for example {_uneven(count, ranks)}"
         raise CheckpointError(
-            f"{count} layers do not divide over pp={ranks}; "
-            f"name the stages with --pp-layers, for example --pp-layers {_uneven(count, ranks)}"
+            f"{count} {what}s do not divide over {axis}={ranks}{hint if axis == 'pp' else ''}"
         )
     return split_by_counts(count, (count // ranks,) * ranks)
 

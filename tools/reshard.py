@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from shardwright.ckpt.mesh import AXES
+
 from . import options
 
 
@@ -27,6 +29,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="pipeline stages (default: as the source)",
     )
+    for axis in AXES[2:]:
+        made.add_argument(f"--{axis}", type=int, metavar="N", help=f"ranks of the axis {axis}")
     made.add_argument(
         "--dp",
         type=int,
@@ -72,15 +76,15 @@ def command(argv: Sequence[str]) -> int:
     args = made.parse_args(argv)
     layers = _layers(args.pp_layers, made)
     source = options.checkpoint_of(args, made)
-    if args.tp is None and args.pp is None and args.dp is None and layers is None:
+    axes = {axis: getattr(args, axis) for axis in AXES}
+    if layers is None and args.dp is None and not any(axes.values()):
         made.error("name the new layout: --tp, --pp, --pp-layers or --dp")
     from shardwright.ckpt import reshard
 
     report = reshard(
         source,
         args.output,
-        tp=args.tp,
-        pp=args.pp,
+        **axes,
         dp=args.dp,
         pp_layers=layers,
         dtype=args.dtype,

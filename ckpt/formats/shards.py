@@ -33,17 +33,16 @@ from ..containers import safetensors, torchzip
 from ..containers.blueprint import Entry, Index, Spec
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError, raise_all
-from ..family import Piece, Placed, logical_shapes, mesh_flags, place
+from ..family import Piece, Placed, build_mesh, logical_shapes, mesh_flags, place
 from ..layout import check_layout, default_layout, rounds
 from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
-from ..mesh import Coord, Mesh, split_by_counts, split_evenly
+from ..mesh import AXES, Coord, Mesh, named_axes, split_by_counts
 from .side_files import side_files
 
 NAME = "shards"
 VERSION = "1.0"
 CHECKPOINT = "checkpoint.json"
 STATE_KEYS = ("step", "schedule", "param_groups", "data")
-AXES = ("tp", "pp")  # of file names, in their order
 _FILE = re.compile(r"(model|pytorch_model|optimizer)((?:_[a-z]+_\d+)+)\.(safetensors|bin)")
 _RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
 
@@ -93,7 +92,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
             f"{path / CHECKPOINT}: family {table['family']!r}, {config} says {model.family.name!r}"
         )
     shapes = _mesh_shape(path, names, table)
-    _check_files(path, names.model, {a: shapes[a] for a in AXES}, names.suffix, "model")
+    _check_files(path, names.model, dict(named_axes(shapes)), names.suffix, "model")
     indices = {coord: _rank_index(file) for coord, file in names.model.items()}
     header = _header(path, table, model, indices, shapes, options)
     return _Reader(path, header, model, names, indices, options).checkpoint()
@@ -127,8 +126,11 @@ def _scan(path: Path) -> _Names:
         coord = tuple((axis, int(rank)) for axis, rank in pairs)
         kind = "optimizer" if match[1] == "optimizer" else "model"
         axes = [axis for axis, _ in coord]
-        if axes[:2] != list(AXES) or axes[2:] not in ([], ["dp"]):
-            raise CheckpointError(f"{child}: names the axes {axes}; known are tp, pp and dp")
+        known = [axis for axis in (*AXES, "dp") if axis in axes]
+        if axes != known or axes[:2] != ["tp", "pp"]:
+            raise CheckpointError(
+                f"{child}: names the axes {axes}; known are {', '.join(AXES)} and dp, in this order"
+            )
         if coord in kinds[kind]:
             raise CheckpointError(f"{child} and {kinds[kind][coord]} are the same rank")
         kinds[kind][coord] = child
@@ -147,7 +149,7 @@ def _mesh_shape(path: Path, names: _Names, table: Mapping[str, object]) -> dict[
     if said is None:
         if not names.model:
             raise CheckpointError(f"{path}: holds no model_tp_X_pp_Y file")
-        return {a: 1 + max(dict(c)[a] for c in names.model) for a in AXES}
+        return {a: 1 + max(dict(c).get(a, 0) for c in names.model) for a in AXES}
     if not isinstance(said, dict) or not all(type(n) is int and n > 0 for n in said.values()):
         raise CheckpointError(f"{path / CHECKPOINT}: mesh is {said!r}, not axis -> size")
     unknown = set(said) - {*AXES, "dp"}
@@ -163,7 +165,7 @@ def _check_files(
     path: Path, found: Mapping[Coord, Path], shape: Mapping[str, int], suffix: str, kind: str
 ) -> None:
     """The set of files must be the mesh's, no more and no less."""
-    mesh = Mesh(tuple((axis, shape[axis]) for axis in shape))
+    mesh = Mesh(tuple(shape.items()))
     wanted = {coord: path / file_name(kind, coord, suffix) for coord in mesh.coords()}
     faults = [f"{file.name}: is missing" for coord, file in wanted.items() if coord not in found]
     faults += [f"{file.name}: no rank of the mesh" for c, file in found.items() if c not in wanted]
@@ -199,6 +201,7 @@ def _header(
         raise CheckpointError(f"{path / CHECKPOINT}: layout is {said!r}, not tag -> value")
     layout = check_layout({**said, **options.layout}, model.family, str(path))
     count = model.sizes["layer"]
+    owned: tuple[tuple[int, ...], ...] | None
     stages = table.get("pp_layers")
     if stages is not None:
         if not isinstance(stages, list) or not all(type(n) is int for n in stages):
@@ -209,10 +212,11 @@ def _header(
             )
         owned = split_by_counts(count, tuple(stages))
     elif table:
-        owned = split_evenly(count, shape["pp"])
+        owned = None
     else:
         owned = _detect_stages(path, indices, count)
-    mesh = Mesh(tuple((axis, shape[axis]) for axis in AXES), {"pp": owned})
+    rules = model.family.select(model.flags)
+    mesh = build_mesh(rules, model.sizes, named_axes(shape), owned)
     return _Header(mesh, shape.get("dp", 1), layout, table)
 
 
@@ -464,8 +468,8 @@ class _Reader:
                 "are not read; pass --weights-only to go on without them"
             )
             return
-        shape = {axis: self.header.mesh.size(axis) for axis in AXES}
-        if any(len(coord) > len(AXES) for coord in found):
+        shape = dict(self.header.mesh.axes)
+        if any("dp" in dict(coord) for coord in found):
             shape["dp"] = self.header.dp
             self.result.sharded = True
         _check_files(self.path, found, shape, self.names.suffix, "optimizer")
@@ -475,8 +479,9 @@ class _Reader:
             self._optimizer_file(coord, index)
 
     def _optimizer_file(self, coord: Coord, index: Index) -> None:
-        rows = {p.name: p for p in self.placed[coord[: len(AXES)]]}
-        ranges = _ranges(index) if len(coord) > len(AXES) else None
+        rank = tuple((axis, number) for axis, number in coord if axis != "dp")
+        rows = {p.name: p for p in self.placed[rank]}
+        ranges = _ranges(index) if rank != coord else None
         for key, entry in index.entries.items():
             state, _, name = key.partition("/")
             placed = rows.get(name)

@@ -12,7 +12,7 @@ from .checkpoint import CHECKSUMS, Checkpoint, Design, ReadOptions, find_config
 from .dtypes import CASTABLE, TO_TORCH, parse_dtype
 from .errors import CheckpointError
 from .family import build_mesh
-from .formats import hf, shards
+from .formats import hf, shard_names, shards_out
 from .formats.side_files import side_files
 from .jobs import Job, Report, RunOptions, run_job
 from .manifest import STATES, SideFile, TensorMeta, category_of, is_padding
@@ -99,17 +99,17 @@ def reshard(
     notes = _state_notes(ckpt, to.weights_only, same)
 
     def design(root: Path) -> Design:
-        return shards.design(target, metas, root)
+        return shards_out.design(target, metas, root)
 
     def sides(made: Design, files: Mapping[str, tuple[int, str]]) -> list[SideFile]:
-        padded = shards.padded_vocab(model.sizes["vocab"], target.vocab_multiple, sizes["tp"])
+        padded = shards_out.padded_vocab(model.sizes["vocab"], target.vocab_multiple, sizes["tp"])
         dtype = TO_TORCH[_main_dtype(metas)]
-        text = shards.checkpoint_json(target, state, padded, dtype, files)
+        text = shards_out.checkpoint_json(target, state, padded, dtype, files)
         random = list(ckpt.random_states) if same and not to.weights_only else []
         return [
             *random,
             *_with_dtype(ckpt.manifest.side_files, to.dtype),
-            SideFile(shards.CHECKPOINT, text=text),
+            SideFile(shard_names.CHECKPOINT, text=text),
         ]
 
     job = Job(
@@ -126,7 +126,7 @@ def reshard(
     return report
 
 
-def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards.Target:
+def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards_out.Target:
     """The new layout, with everything that the user left open taken from the source."""
     model = ckpt.need_model()
     for name, value in (*to.axes.items(), ("dp", to.dp)):
@@ -152,17 +152,17 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards.Target:
     sharded = dp > 1 if to.dp is not None else ckpt.sharded
     safe = to.safe if to.safe is not None else not _is_bin(ckpt)
     step = None if to.weights_only and not ckpt.step else ckpt.step
-    return shards.Target(model, mesh, dp, sharded, multiple, safe, step)
+    return shards_out.Target(model, mesh, dp, sharded, multiple, safe, step)
 
 
 def _is_bin(ckpt: Checkpoint) -> bool:
     """Whether shards should stay torch zips: the spelling of the source is kept."""
-    return ckpt.format == shards.NAME and any(f.path.endswith(".bin") for f in ckpt.files)
+    return ckpt.format == shard_names.NAME and any(f.path.endswith(".bin") for f in ckpt.files)
 
 
-def _same_layout(ckpt: Checkpoint, target: shards.Target) -> bool:
+def _same_layout(ckpt: Checkpoint, target: shards_out.Target) -> bool:
     return (
-        ckpt.format == shards.NAME
+        ckpt.format == shard_names.NAME
         and ckpt.mesh == target.mesh
         and (ckpt.dp, ckpt.sharded) == (target.dp, target.sharded)
     )

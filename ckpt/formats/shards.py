@@ -1,6 +1,6 @@
 """Our native ``tp_X_pp_Y`` shards, and such folders that somebody else wrote.
 
-Reading and designing use the same pieces of ``family.place``. ``checkpoint.json`` says
+Reads by the pieces of ``family.place`` that ``shards_out`` designs by. ``checkpoint.json`` says
 everything that names and shapes do not; without it the folder is foreign and the rest is
 detected from names, or asked for. docs/format.md is the format's description.
 """
@@ -18,10 +18,7 @@ from pathlib import Path
 from ..box import row_major
 from ..checkpoint import (
     Checkpoint,
-    Container,
-    Design,
     Model,
-    OutFile,
     RankFile,
     ReadOptions,
     find_config,
@@ -29,21 +26,28 @@ from ..checkpoint import (
     load_model,
     read_digests,
 )
-from ..containers import safetensors, torchzip
-from ..containers.blueprint import Entry, Index, Spec
+from ..containers.blueprint import Entry, Index
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, build_mesh, logical_shapes, mesh_flags, place
-from ..layout import check_layout, default_layout, rounds
+from ..layout import check_layout, rounds
 from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
 from ..mesh import AXES, Coord, Mesh, named_axes, split_by_counts
+from .shard_names import (
+    CHECKPOINT,
+    FILE,
+    NAME,
+    VERSION,
+    RankNames,
+    check_files,
+    container,
+    mesh_table,
+    piece_meta,
+    scan,
+)
 from .side_files import side_files
 
-NAME = "shards"
-VERSION = "1.0"
-CHECKPOINT = "checkpoint.json"
 STATE_KEYS = ("step", "schedule", "param_groups", "data")
-_FILE = re.compile(r"(model|pytorch_model|optimizer)((?:_[a-z]+_\d+)+)\.(safetensors|bin)")
 _RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
 
 
@@ -53,7 +57,7 @@ def sniff(path: Path) -> bool:
         return False
     if (path / CHECKPOINT).is_file():
         return True
-    return any((m := _FILE.fullmatch(c.name)) and m[1] != "optimizer" for c in path.iterdir())
+    return any((m := FILE.fullmatch(c.name)) and m[1] != "optimizer" for c in path.iterdir())
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +70,11 @@ class _Header:
     table: Mapping[str, object]  # checkpoint.json; empty for a foreign folder
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The rank files of a folder by kind and coordinate."""
-
-    model: dict[Coord, Path]
-    optimizer: dict[Coord, Path]
-    suffix: str  # "safetensors" or "bin"
-
-
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint in a folder of rank files; raises with every fault found."""
     table = load_json(path / CHECKPOINT) if (path / CHECKPOINT).is_file() else {}
     _check_version(path, table)
-    names = _scan(path)
+    names = scan(path)
     config = find_config(path, options)
     if config is None:
         raise CheckpointError(
@@ -92,7 +87,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
             f"{path / CHECKPOINT}: family {table['family']!r}, {config} says {model.family.name!r}"
         )
     shapes = _mesh_shape(path, names, table)
-    _check_files(path, names.model, dict(named_axes(shapes)), names.suffix, "model")
+    check_files(path, names.model, dict(named_axes(shapes)), names.suffix, "model")
     indices = {coord: _rank_index(file) for coord, file in names.model.items()}
     header = _header(path, table, model, indices, shapes, options)
     return _Reader(path, header, model, names, indices, options).checkpoint()
@@ -114,36 +109,7 @@ def _vocab(path: Path, table: Mapping[str, object], options: ReadOptions) -> int
     return options.vocab_size if options.vocab_size is not None else said
 
 
-def _scan(path: Path) -> _Names:
-    """Rank files by their integers: ``tp_10`` sorts after ``tp_2``."""
-    kinds: dict[str, dict[Coord, Path]] = {"model": {}, "optimizer": {}}
-    spellings: dict[str, str] = {}
-    for child in path.iterdir():
-        match = _FILE.fullmatch(child.name)
-        if match is None:
-            continue
-        pairs = re.findall(r"_([a-z]+)_(\d+)", match[2])
-        coord = tuple((axis, int(rank)) for axis, rank in pairs)
-        kind = "optimizer" if match[1] == "optimizer" else "model"
-        axes = [axis for axis, _ in coord]
-        known = [axis for axis in (*AXES, "dp") if axis in axes]
-        if axes != known or axes[:2] != ["tp", "pp"]:
-            raise CheckpointError(
-                f"{child}: names the axes {axes}; known are {', '.join(AXES)} and dp, in this order"
-            )
-        if coord in kinds[kind]:
-            raise CheckpointError(f"{child} and {kinds[kind][coord]} are the same rank")
-        kinds[kind][coord] = child
-        spellings[match[3]] = child.name
-    if len(spellings) > 1:
-        raise CheckpointError(f"{path}: mixes two spellings: {', '.join(spellings.values())}")
-    suffix = next(iter(spellings), "safetensors")
-    return _Names(
-        dict(sorted(kinds["model"].items())), dict(sorted(kinds["optimizer"].items())), suffix
-    )
-
-
-def _mesh_shape(path: Path, names: _Names, table: Mapping[str, object]) -> dict[str, int]:
+def _mesh_shape(path: Path, names: RankNames, table: Mapping[str, object]) -> dict[str, int]:
     """Axis -> size, from checkpoint.json, else from the largest rank numbers."""
     said = table.get("mesh")
     if said is None:
@@ -161,30 +127,8 @@ def _mesh_shape(path: Path, names: _Names, table: Mapping[str, object]) -> dict[
     return {a: said.get(a, 1) for a in (*AXES, "dp")}
 
 
-def _check_files(
-    path: Path, found: Mapping[Coord, Path], shape: Mapping[str, int], suffix: str, kind: str
-) -> None:
-    """The set of files must be the mesh's, no more and no less."""
-    mesh = Mesh(tuple(shape.items()))
-    wanted = {coord: path / file_name(kind, coord, suffix) for coord in mesh.coords()}
-    faults = [f"{file.name}: is missing" for coord, file in wanted.items() if coord not in found]
-    faults += [f"{file.name}: no rank of the mesh" for c, file in found.items() if c not in wanted]
-    says = " ".join(f"{axis}={size}" for axis, size in shape.items())
-    raise_all(faults, f"{path}: the files of a mesh of {says} are needed")
-
-
-def file_name(kind: str, coord: Coord, suffix: str) -> str:
-    """``model_tp_0_pp_1.safetensors``; ``.bin`` files take Hugging Face's older stem."""
-    stem = "pytorch_model" if kind == "model" and suffix == "bin" else kind
-    return stem + "".join(f"_{axis}_{rank}" for axis, rank in coord) + "." + suffix
-
-
-def _container(suffix: str) -> Container:
-    return safetensors if suffix == "safetensors" else torchzip
-
-
 def _rank_index(file: Path) -> Index:
-    return _container(file.suffix[1:]).index(str(file))
+    return container(file.suffix[1:]).index(str(file))
 
 
 def _header(
@@ -262,7 +206,7 @@ class _Reader:
         path: Path,
         header: _Header,
         model: Model,
-        names: _Names,
+        names: RankNames,
         indices: Mapping[Coord, Index],
         options: ReadOptions,
     ) -> None:
@@ -405,7 +349,7 @@ class _Reader:
         """A file says which rank it is, so that swapped and stray files are noticed."""
         wanted = {
             "ranks": json.dumps(dict(coord)),
-            "mesh": json.dumps(dict(_mesh_table(self.header.mesh, self.header.dp))),
+            "mesh": json.dumps(dict(mesh_table(self.header.mesh, self.header.dp))),
             "step": json.dumps(self.header.table.get("step")),
         }
         for key, value in wanted.items():
@@ -440,7 +384,7 @@ class _Reader:
             base = entry.offset_bytes - start * size
             offset, strides = placed.bytes_at(piece, base, size)
             fqn = prefix + piece.fqn
-            meta = self._meta(piece, entry.dtype)
+            meta = piece_meta(piece, self.shapes, self.sizes, entry.dtype)
             have = self.metas.setdefault(fqn, meta)
             if have.dtype != meta.dtype:
                 self.faults.append(
@@ -448,14 +392,6 @@ class _Reader:
                 )
             view = View(file, offset, piece.box.sizes, strides, entry.dtype)
             self.chunks.add(Chunk(fqn, piece.box, view))
-
-    def _meta(self, piece: Piece, dtype: str) -> TensorMeta:
-        """The logical tensor that a piece belongs to."""
-        if not piece.fqn.startswith(PADDING):
-            return TensorMeta(self.shapes[piece.fqn], dtype)
-        rows = self.sizes["padded_vocab"] - self.sizes["vocab"]
-        shape = (rows, *self.shapes[piece.fqn.removeprefix(PADDING)][1:])
-        return TensorMeta(shape, dtype, elastic=True)
 
     def _optimizer(self) -> None:
         """Optimizer files, whole or cut into row-major ranges over dp."""
@@ -472,7 +408,7 @@ class _Reader:
         if any("dp" in dict(coord) for coord in found):
             shape["dp"] = self.header.dp
             self.result.sharded = True
-        _check_files(self.path, found, shape, self.names.suffix, "optimizer")
+        check_files(self.path, found, shape, self.names.suffix, "optimizer")
         for coord, file in found.items():
             index = _rank_index(file)
             self._check_rank(coord, index)
@@ -525,207 +461,3 @@ def _bare(fqn: str) -> str:
     head, slash, rest = fqn.partition("/")
     fqn = rest if slash and head in STATES else fqn
     return fqn.removeprefix(PADDING)
-
-
-def _mesh_table(mesh: Mesh, dp: int) -> tuple[tuple[str, int], ...]:
-    return (*mesh.axes, ("dp", dp))
-
-
-def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
-    """The smallest multiple of ``multiple * tp`` that is at least ``vocab`` (Megatron's rule)."""
-    unit = multiple * tp
-    return -(-vocab // unit) * unit
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a set of shards is to be."""
-
-    model: Model
-    mesh: Mesh
-    dp: int  # data-parallel ranks
-    sharded: bool  # the optimizer state is cut over them
-    vocab_multiple: int
-    safe: bool  # safetensors rather than torch zips
-    step: int | None
-
-
-def design(target: Target, metas: Mapping[str, TensorMeta], root: Path) -> Design:
-    """Every rank's files below ``root``; ``metas`` are the source's logical tensors.
-
-    Optimizer states are placed for exactly the tensors that have them. Names that no row
-    places are left to ``plan``, which reports them.
-    """
-    model, mesh = target.model, target.mesh
-    rules = model.family.select(model.flags | mesh_flags(mesh))
-    vocab = padded_vocab(model.sizes["vocab"], target.vocab_multiple, mesh.size("tp"))
-    sizes = {**model.sizes, "padded_vocab": vocab}
-    placed = place(rules, sizes, mesh, rounds(default_layout(model.family)))
-    writer = _Writer(target, metas, root, logical_shapes(rules, sizes), sizes)
-    for coord, rows in placed.items():
-        writer.model_file(coord, rows)
-    states = [s for s in STATES if any(fqn.startswith(s + "/") for fqn in metas)]
-    if states:
-        for coord, rows in placed.items():
-            writer.optimizer_files(coord, rows, states)
-    raise_all(writer.faults, "these tensors cannot be packed")
-    repeats = sum("tie_word_embeddings" in rule.when and "pp>1" in rule.when for rule in rules)
-    manifest = Manifest(writer.metas, writer.chunks.by_name)
-    return Design(writer.files, manifest, repeats * (1 + len(states)))
-
-
-class _Writer:
-    """Collects the files and chunks of a design."""
-
-    def __init__(
-        self,
-        target: Target,
-        source: Mapping[str, TensorMeta],
-        root: Path,
-        shapes: Mapping[str, tuple[int, ...]],
-        sizes: Mapping[str, int],
-    ) -> None:
-        self.target, self.source, self.root = target, source, root
-        self.shapes, self.sizes = shapes, sizes
-        self.files: list[OutFile] = []
-        self.faults: list[str] = []
-        self.metas: dict[str, TensorMeta] = {}
-        self.chunks = Chunks()
-        self.suffix = "safetensors" if target.safe else "bin"
-
-    def _dtype(self, placed: Placed, prefix: str) -> str | None:
-        """The one dtype of a stored tensor's parts; None where the source has none of them."""
-        parts = {p.fqn for p in placed.pieces if not p.fqn.startswith(PADDING)}
-        if not parts:  # a rank that holds padding rows alone
-            parts = {p.fqn.removeprefix(PADDING) for p in placed.pieces}
-        found = {
-            fqn: self.source[prefix + fqn].dtype for fqn in parts if prefix + fqn in self.source
-        }
-        if found and len(found) < len(parts):
-            lacking = sorted(parts - set(found))
-            self.faults.append(f"{prefix}{placed.name}: the source lacks {', '.join(lacking)}")
-        if len(set(found.values())) > 1:
-            self.faults.append(
-                f"{prefix}{placed.name}: its parts differ in dtype ({found}); pass --dtype"
-            )
-        return next(iter(found.values()), None)
-
-    def model_file(self, coord: Coord, rows: list[Placed]) -> None:
-        """A rank's weights."""
-        specs, kept = [], []
-        for placed in rows:
-            dtype = self._dtype(placed, "")
-            if dtype is None:  # plan reports the missing parts by their own names
-                dtype = "F32"
-            specs.append(Spec(placed.name, dtype, placed.shape))
-            kept.append((placed, placed.pieces, 0))
-        self._file("model", coord, specs, {}, [("", *row) for row in kept])
-
-    def optimizer_files(self, coord: Coord, rows: list[Placed], states: list[str]) -> None:
-        """A rank's optimizer state: one file, or one for each dp rank's flat share."""
-        have = [
-            (state, placed, dtype)
-            for state in states
-            for placed in rows
-            if (dtype := self._dtype(placed, state + "/")) is not None
-        ]
-        if not self.target.sharded:
-            specs = [Spec(f"{s}/{p.name}", dtype, p.shape) for s, p, dtype in have]
-            rows_ = [(s, p, p.pieces, 0) for s, p, _ in have]
-            self._file("optimizer", coord, specs, {}, rows_)
-            return
-        starts = dict(
-            zip(
-                (p.name for p in rows),
-                itertools.accumulate((math.prod(p.shape) for p in rows), initial=0),
-                strict=False,
-            )
-        )
-        total = sum(math.prod(p.shape) for p in rows)
-        for rank in range(self.target.dp):
-            share = rank * total // self.target.dp, (rank + 1) * total // self.target.dp
-            self._dp_file((*coord, ("dp", rank)), have, starts, share)
-
-    def _dp_file(
-        self,
-        coord: Coord,
-        have: list[tuple[str, Placed, str]],
-        starts: Mapping[str, int],
-        share: tuple[int, int],
-    ) -> None:
-        """The elements ``[share)`` of the rank's parameters laid end to end, for each state."""
-        specs, rows, ranges = [], [], {}
-        for state, placed, dtype in have:
-            base, count = starts[placed.name], math.prod(placed.shape)
-            start, stop = max(share[0] - base, 0), min(share[1] - base, count)
-            if start >= stop:
-                continue
-            key = f"{state}/{placed.name}"
-            ranges[key] = [start, stop]
-            specs.append(Spec(key, dtype, (stop - start,)))
-            rows.append((state, placed, tuple(placed.clip(start, stop)), start))
-        self._file("optimizer", coord, specs, {"ranges": json.dumps(ranges)}, rows)
-
-    def _file(
-        self,
-        kind: str,
-        coord: Coord,
-        specs: list[Spec],
-        metadata: Mapping[str, str],
-        rows: list[tuple[str, Placed, tuple[Piece, ...], int]],
-    ) -> None:
-        path = str(self.root / file_name(kind, coord, self.suffix))
-        table = {
-            "ranks": json.dumps(dict(coord)),
-            "mesh": json.dumps(dict(_mesh_table(self.target.mesh, self.target.dp))),
-            "step": json.dumps(self.target.step),
-            **metadata,
-        }
-        blueprint = _container(self.suffix).layout(specs, table)
-        self.files.append(OutFile(path, blueprint))
-        for spec, (state, placed, pieces, start) in zip(specs, rows, strict=True):
-            size = ITEMSIZE[spec.dtype]
-            base = blueprint.offsets[spec.name] - start * size
-            for piece in pieces:
-                fqn = f"{state}/{piece.fqn}" if state else piece.fqn
-                offset, strides = placed.bytes_at(piece, base, size)
-                view = View(path, offset, piece.box.sizes, strides, spec.dtype)
-                self.chunks.add(Chunk(fqn, piece.box, view))
-                if fqn not in self.metas:
-                    self.metas[fqn] = self._meta(piece, spec.dtype)
-
-    def _meta(self, piece: Piece, dtype: str) -> TensorMeta:
-        if not piece.fqn.startswith(PADDING):
-            return TensorMeta(self.shapes[piece.fqn], dtype)
-        rows = self.sizes["padded_vocab"] - self.sizes["vocab"]
-        shape = (rows, *self.shapes[piece.fqn.removeprefix(PADDING)][1:])
-        return TensorMeta(shape, dtype, elastic=True)
-
-
-def checkpoint_json(
-    target: Target,
-    state: Mapping[str, object],
-    padded: int,
-    dtype: str,
-    files: Mapping[str, tuple[int, str]],
-) -> str:
-    """The text of checkpoint.json; ``files`` maps names to size and digest ("" if not asked)."""
-    layers = target.mesh.owned["pp"]
-    table = {
-        "format_version": VERSION,
-        "step": target.step,
-        "mesh": dict(_mesh_table(target.mesh, target.dp)),
-        "pp_layers": [len(owned) for owned in layers],
-        "family": target.model.family.name,
-        "layout": default_layout(target.model.family),
-        "vocab_size": target.model.sizes["vocab"],
-        "padded_vocab_size": padded,
-        "make_vocab_size_divisible_by": target.vocab_multiple,
-        "dtype": dtype,
-        "files": {
-            name: {"size": size, **({"xxh3_128": digest} if digest else {})}
-            for name, (size, digest) in sorted(files.items())
-        },
-        **{key: value for key, value in state.items() if key != "step"},
-    }
-    return json.dumps(table, indent=2) + "\n"

@@ -1,0 +1,213 @@
+"""Designs native ``tp_X_pp_Y`` shards: every rank's files, before a byte is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint import Design, Model, OutFile
+from ..containers.blueprint import Spec
+from ..dtypes import ITEMSIZE
+from ..errors import raise_all
+from ..family import Piece, Placed, logical_shapes, mesh_flags, place
+from ..layout import default_layout, rounds
+from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, TensorMeta, View
+from ..mesh import Coord, Mesh
+from .shard_names import VERSION, container, file_name, mesh_table, piece_meta
+
+
+def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
+    """The smallest multiple of ``multiple * tp`` that is at least ``vocab`` (Megatron's rule)."""
+    unit = multiple * tp
+    return -(-vocab // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a set of shards is to be."""
+
+    model: Model
+    mesh: Mesh
+    dp: int  # data-parallel ranks
+    sharded: bool  # the optimizer state is cut over them
+    vocab_multiple: int
+    safe: bool  # safetensors rather than torch zips
+    step: int | None
+
+
+def design(target: Target, metas: Mapping[str, TensorMeta], root: Path) -> Design:
+    """Every rank's files below ``root``; ``metas`` are the source's logical tensors.
+
+    Optimizer states are placed for exactly the tensors that have them. Names that no row
+    places are left to ``plan``, which reports them.
+    """
+    model, mesh = target.model, target.mesh
+    rules = model.family.select(model.flags | mesh_flags(mesh))
+    vocab = padded_vocab(model.sizes["vocab"], target.vocab_multiple, mesh.size("tp"))
+    sizes = {**model.sizes, "padded_vocab": vocab}
+    placed = place(rules, sizes, mesh, rounds(default_layout(model.family)))
+    writer = _Writer(target, metas, root, logical_shapes(rules, sizes), sizes)
+    for coord, rows in placed.items():
+        writer.model_file(coord, rows)
+    states = [s for s in STATES if any(fqn.startswith(s + "/") for fqn in metas)]
+    if states:
+        for coord, rows in placed.items():
+            writer.optimizer_files(coord, rows, states)
+    raise_all(writer.faults, "these tensors cannot be packed")
+    repeats = sum("tie_word_embeddings" in rule.when and "pp>1" in rule.when for rule in rules)
+    manifest = Manifest(writer.metas, writer.chunks.by_name)
+    return Design(writer.files, manifest, repeats * (1 + len(states)))
+
+
+class _Writer:
+    """Collects the files and chunks of a design."""
+
+    def __init__(
+        self,
+        target: Target,
+        source: Mapping[str, TensorMeta],
+        root: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.target, self.source, self.root = target, source, root
+        self.shapes, self.sizes = shapes, sizes
+        self.files: list[OutFile] = []
+        self.faults: list[str] = []
+        self.metas: dict[str, TensorMeta] = {}
+        self.chunks = Chunks()
+        self.suffix = "safetensors" if target.safe else "bin"
+
+    def _dtype(self, placed: Placed, prefix: str) -> str | None:
+        """The one dtype of a stored tensor's parts; None where the source has none of them."""
+        parts = {p.fqn for p in placed.pieces if not p.fqn.startswith(PADDING)}
+        if not parts:  # a rank that holds padding rows alone
+            parts = {p.fqn.removeprefix(PADDING) for p in placed.pieces}
+        found = {
+            fqn: self.source[prefix + fqn].dtype for fqn in parts if prefix + fqn in self.source
+        }
+        if found and len(found) < len(parts):
+            lacking = sorted(parts - set(found))
+            self.faults.append(f"{prefix}{placed.name}: the source lacks {', '.join(lacking)}")
+        if len(set(found.values())) > 1:
+            self.faults.append(
+                f"{prefix}{placed.name}: its parts differ in dtype ({found}); pass --dtype"
+            )
+        return next(iter(found.values()), None)
+
+    def model_file(self, coord: Coord, rows: list[Placed]) -> None:
+        """A rank's weights."""
+        specs, kept = [], []
+        for placed in rows:
+            dtype = self._dtype(placed, "")
+            if dtype is None:  # plan reports the missing parts by their own names
+                dtype = "F32"
+            specs.append(Spec(placed.name, dtype, placed.shape))
+            kept.append((placed, placed.pieces, 0))
+        self._file("model", coord, specs, {}, [("", *row) for row in kept])
+
+    def optimizer_files(self, coord: Coord, rows: list[Placed], states: list[str]) -> None:
+        """A rank's optimizer state: one file, or one for each dp rank's flat share."""
+        have = [
+            (state, placed, dtype)
+            for state in states
+            for placed in rows
+            if (dtype := self._dtype(placed, state + "/")) is not None
+        ]
+        if not self.target.sharded:
+            specs = [Spec(f"{s}/{p.name}", dtype, p.shape) for s, p, dtype in have]
+            rows_ = [(s, p, p.pieces, 0) for s, p, _ in have]
+            self._file("optimizer", coord, specs, {}, rows_)
+            return
+        starts = dict(
+            zip(
+                (p.name for p in rows),
+                itertools.accumulate((math.prod(p.shape) for p in rows), initial=0),
+                strict=False,
+            )
+        )
+        total = sum(math.prod(p.shape) for p in rows)
+        for rank in range(self.target.dp):
+            share = rank * total // self.target.dp, (rank + 1) * total // self.target.dp
+            self._dp_file((*coord, ("dp", rank)), have, starts, share)
+
+    def _dp_file(
+        self,
+        coord: Coord,
+        have: list[tuple[str, Placed, str]],
+        starts: Mapping[str, int],
+        share: tuple[int, int],
+    ) -> None:
+        """The elements ``[share)`` of the rank's parameters laid end to end, for each state."""
+        specs, rows, ranges = [], [], {}
+        for state, placed, dtype in have:
+            base, count = starts[placed.name], math.prod(placed.shape)
+            start, stop = max(share[0] - base, 0), min(share[1] - base, count)
+            if start >= stop:
+                continue
+            key = f"{state}/{placed.name}"
+            ranges[key] = [start, stop]
+            specs.append(Spec(key, dtype, (stop - start,)))
+            rows.append((state, placed, tuple(placed.clip(start, stop)), start))
+        self._file("optimizer", coord, specs, {"ranges": json.dumps(ranges)}, rows)
+
+    def _file(
+        self,
+        kind: str,
+        coord: Coord,
+        specs: list[Spec],
+        metadata: Mapping[str, str],
+        rows: list[tuple[str, Placed, tuple[Piece, ...], int]],
+    ) -> None:
+        path = str(self.root / file_name(kind, coord, self.suffix))
+        table = {
+            "ranks": json.dumps(dict(coord)),
+            "mesh": json.dumps(dict(mesh_table(self.target.mesh, self.target.dp))),
+            "step": json.dumps(self.target.step),
+            **metadata,
+        }
+        blueprint = container(self.suffix).layout(specs, table)
+        self.files.append(OutFile(path, blueprint))
+        for spec, (state, placed, pieces, start) in zip(specs, rows, strict=True):
+            size = ITEMSIZE[spec.dtype]
+            base = blueprint.offsets[spec.name] - start * size
+            for piece in pieces:
+                fqn = f"{state}/{piece.fqn}" if state else piece.fqn
+                offset, strides = placed.bytes_at(piece, base, size)
+                view = View(path, offset, piece.box.sizes, strides, spec.dtype)
+                self.chunks.add(Chunk(fqn, piece.box, view))
+                if fqn not in self.metas:
+                    self.metas[fqn] = piece_meta(piece, self.shapes, self.sizes, spec.dtype)
+
+
+def checkpoint_json(
+    target: Target,
+    state: Mapping[str, object],
+    padded: int,
+    dtype: str,
+    files: Mapping[str, tuple[int, str]],
+) -> str:
+    """The text of checkpoint.json; ``files`` maps names to size and digest ("" if not asked)."""
+    layers = target.mesh.owned["pp"]
+    table = {
+        "format_version": VERSION,
+        "step": target.step,
+        "mesh": dict(mesh_table(target.mesh, target.dp)),
+        "pp_layers": [len(owned) for owned in layers],
+        "family": target.model.family.name,
+        "layout": default_layout(target.model.family),
+        "vocab_size": target.model.sizes["vocab"],
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": target.vocab_multiple,
+        "dtype": dtype,
+        "files": {
+            name: {"size": size, **({"xxh3_128": digest} if digest else {})}
+            for name, (size, digest) in sorted(files.items())
+        },
+        **{key: value for key, value in state.items() if key != "step"},
+    }
+    return json.dumps(table, indent=2) + "\n"

@@ -74,6 +74,7 @@ class Checkpoint:
     left_out: list[tuple[str, int]] = field(default_factory=list)  # (reason, bytes), per tensor
     notes: list[str] = field(default_factory=list)  # lines that the user is to see
     random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
+    has_optimizer: bool = False  # optimizer files lie here, whether they were read or not
     unread_optimizer: str = ""  # why optimizer files here cannot be read; empty if they can
     config: Path | None = None  # where a model that no family knows is described
 

@@ -281,8 +281,7 @@ def merge(
         identity={"to": repr(to), "read": repr(read)},
     )
     report = run_job(job, options)
-    if not to.from_master:
-        report.notes += _merge_notes(ckpt)
+    report.notes += _merge_notes(ckpt)
     return report
 
 
@@ -328,7 +327,7 @@ def _renamed_masters(ckpt: Checkpoint) -> Checkpoint:
 def _merge_notes(ckpt: Checkpoint) -> list[str]:
     """What a Hugging Face folder cannot hold, in plain words."""
     notes = []
-    if ckpt.manifest.state or any(Path(f.path).name.startswith("optimizer") for f in ckpt.files):
+    if ckpt.manifest.state or ckpt.has_optimizer or ckpt.random_states:
         notes.append("optimizer and training state left out: Hugging Face files do not hold them")
     return notes
 

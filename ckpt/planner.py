@@ -79,17 +79,21 @@ def plan(
     source: Manifest,
     target: Manifest,
     drop: Callable[[str], str | None] = lambda fqn: None,
+    *,
+    share: bool = False,
 ) -> Plan:
     """How every element of ``target`` is filled from ``source``.
 
     ``drop`` names the reason why a source tensor that the target lacks may be left out;
-    None means that it may not. Raises CheckpointError with every fault found.
+    None means that it may not. With ``share`` the target is one process's share of a model:
+    what it has no place for is another's. Raises CheckpointError with every fault found.
     """
     faults: list[str] = []
     coverage = Coverage()
     copies: list[Copy] = []
     replicas: list[Copy] = []
-    _account_for_unused(source, target, drop, coverage, faults)
+    if not share:
+        _account_for_unused(source, target, drop, coverage, faults)
     for fqn, meta in target.tensors.items():
         have = source.tensors.get(fqn)
         if have is None:
@@ -103,6 +107,8 @@ def plan(
         if meta.elastic:
             _account_for_padding(fqn, have, meta, target, coverage)
         moves, repeats, fault = _tensor(fqn, common, source.chunks[fqn], target.chunks[fqn])
+        if not fault and not share:
+            fault = _target_fault(common, tuple(c.box for c in target.chunks[fqn]))
         if fault:
             faults.append(f"{fqn}: {fault}")
         copies += moves
@@ -229,8 +235,7 @@ def _match(wanted: Box, sources: tuple[Box, ...], targets: tuple[Box, ...]) -> _
             continue
         for tile, common in finder.overlaps(region):
             moves.append((tiles[tile][1], j, common))
-    fault = _target_fault(wanted, targets)
-    return _Match(tuple(moves), tuple(repeats), fault)
+    return _Match(tuple(moves), tuple(repeats))
 
 
 def _tile(boxes: Sequence[Box]) -> tuple[list[tuple[Box, int]], list[tuple[int, int, Box]]]:
@@ -303,7 +308,8 @@ def _hole(wanted: Box, tiles: list[Box]) -> str:
     )
 
 
-def _target_fault(wanted: Box, targets: Sequence[Box]) -> str | None:
+@lru_cache(maxsize=512)
+def _target_fault(wanted: Box, targets: tuple[Box, ...]) -> str | None:
     """Every source element must have a place: the target's boxes must cover the tensor."""
     if not wanted.numel:
         return None

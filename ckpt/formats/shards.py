@@ -245,6 +245,7 @@ class _Reader:
         if not self.options.weights_only:
             self._optimizer()
         raise_all(self.faults, f"{self.path}")
+        result.has_optimizer = bool(self.names.optimizer)
         result.layout = self.header.layout
         result.padded_vocab = self.sizes["padded_vocab"]
         multiple = table.get("make_vocab_size_divisible_by", result.vocab_multiple)
@@ -429,7 +430,7 @@ class _Reader:
             if ranges is not None:
                 start, stop = ranges.get(key, (0, -1))
                 wanted = (stop - start,)
-            if entry.shape != wanted or stop > math.prod(placed.shape):
+            if entry.shape != wanted or start < 0 or stop > math.prod(placed.shape):
                 self.faults.append(
                     f"{index.path}: {key}: shape {list(entry.shape)}, its place in the mesh needs "
                     f"{list(wanted) if stop >= start else 'an entry in ranges'}"
@@ -445,7 +446,7 @@ def _ranges(index: Index) -> dict[str, tuple[int, int]]:
     try:
         table = json.loads(index.metadata.get("ranges", ""))
         return {key: (int(start), int(stop)) for key, (start, stop) in table.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{index.path}: its metadata has no readable ranges") from error
 
 

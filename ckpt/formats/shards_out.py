@@ -13,7 +13,7 @@ from ..checkpoint import Design, Model, OutFile
 from ..containers.blueprint import Spec
 from ..dtypes import ITEMSIZE
 from ..errors import raise_all
-from ..family import Piece, Placed, logical_shapes, mesh_flags, place
+from ..family import Piece, Placed, Rule, logical_shapes, mesh_flags, place
 from ..layout import default_layout, rounds
 from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, TensorMeta, View
 from ..mesh import Coord, Mesh
@@ -39,26 +39,41 @@ class Target:
     step: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A model on a mesh, in the packing that this tool writes."""
+
+    rules: list[Rule]
+    sizes: dict[str, int]  # of the model, `padded_vocab` included
+    shapes: dict[str, tuple[int, ...]]  # logical tensors
+    placed: dict[Coord, list[Placed]]  # every rank's stored tensors
+
+
+def placement(model: Model, mesh: Mesh, vocab_multiple: int) -> Placement:
+    """Where each element of a model lies on each rank; raises where the mesh cannot be."""
+    rules = model.family.select(model.flags | mesh_flags(mesh))
+    vocab = padded_vocab(model.sizes["vocab"], vocab_multiple, mesh.size("tp"))
+    sizes = {**model.sizes, "padded_vocab": vocab}
+    placed = place(rules, sizes, mesh, rounds(default_layout(model.family)))
+    return Placement(rules, sizes, logical_shapes(rules, sizes), placed)
+
+
 def design(target: Target, metas: Mapping[str, TensorMeta], root: Path) -> Design:
     """Every rank's files below ``root``; ``metas`` are the source's logical tensors.
 
     Optimizer states are placed for exactly the tensors that have them. Names that no row
     places are left to ``plan``, which reports them.
     """
-    model, mesh = target.model, target.mesh
-    rules = model.family.select(model.flags | mesh_flags(mesh))
-    vocab = padded_vocab(model.sizes["vocab"], target.vocab_multiple, mesh.size("tp"))
-    sizes = {**model.sizes, "padded_vocab": vocab}
-    placed = place(rules, sizes, mesh, rounds(default_layout(model.family)))
-    writer = _Writer(target, metas, root, logical_shapes(rules, sizes), sizes)
-    for coord, rows in placed.items():
+    here = placement(target.model, target.mesh, target.vocab_multiple)
+    writer = _Writer(target, metas, root, here)
+    for coord, rows in here.placed.items():
         writer.model_file(coord, rows)
     states = [s for s in STATES if any(fqn.startswith(s + "/") for fqn in metas)]
     if states:
-        for coord, rows in placed.items():
+        for coord, rows in here.placed.items():
             writer.optimizer_files(coord, rows, states)
     raise_all(writer.faults, "these tensors cannot be packed")
-    repeats = sum("tie_word_embeddings" in rule.when and "pp>1" in rule.when for rule in rules)
+    repeats = sum({"tie_word_embeddings", "pp>1"} <= set(rule.when) for rule in here.rules)
     manifest = Manifest(writer.metas, writer.chunks.by_name)
     return Design(writer.files, manifest, repeats * (1 + len(states)))
 
@@ -71,11 +86,10 @@ class _Writer:
         target: Target,
         source: Mapping[str, TensorMeta],
         root: Path,
-        shapes: Mapping[str, tuple[int, ...]],
-        sizes: Mapping[str, int],
+        here: Placement,
     ) -> None:
         self.target, self.source, self.root = target, source, root
-        self.shapes, self.sizes = shapes, sizes
+        self.shapes, self.sizes = here.shapes, here.sizes
         self.files: list[OutFile] = []
         self.faults: list[str] = []
         self.metas: dict[str, TensorMeta] = {}
@@ -164,12 +178,7 @@ class _Writer:
         rows: list[tuple[str, Placed, tuple[Piece, ...], int]],
     ) -> None:
         path = str(self.root / file_name(kind, coord, self.suffix))
-        table = {
-            "ranks": json.dumps(dict(coord)),
-            "mesh": json.dumps(dict(mesh_table(self.target.mesh, self.target.dp))),
-            "step": json.dumps(self.target.step),
-            **metadata,
-        }
+        table = {**rank_metadata(self.target, coord), **metadata}
         blueprint = container(self.suffix).layout(specs, table)
         self.files.append(OutFile(path, blueprint))
         for spec, (state, placed, pieces, start) in zip(specs, rows, strict=True):
@@ -182,6 +191,15 @@ class _Writer:
                 self.chunks.add(Chunk(fqn, piece.box, view))
                 if fqn not in self.metas:
                     self.metas[fqn] = piece_meta(piece, self.shapes, self.sizes, spec.dtype)
+
+
+def rank_metadata(target: Target, coord: Coord) -> dict[str, str]:
+    """What a file says of itself, so that a swapped or stray one is noticed."""
+    return {
+        "ranks": json.dumps(dict(coord)),
+        "mesh": json.dumps(dict(mesh_table(target.mesh, target.dp))),
+        "step": json.dumps(target.step),
+    }
 
 
 def checkpoint_json(

@@ -20,6 +20,7 @@ from .manifest import Manifest, SideFile
 from .mesh import Mesh
 
 CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
+JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint import CHECKSUMS, Checkpoint, Design, ReadOptions, find_config
+from .checkpoint import CHECKSUMS, Checkpoint, Design, Model, ReadOptions, find_config
 from .dtypes import CASTABLE, TO_TORCH, parse_dtype
 from .errors import CheckpointError
 from .family import build_mesh
@@ -43,7 +43,6 @@ class MergeOptions:
 
     dtype: str | None = None
     max_shard_bytes: int | None = None  # None: one file
-    config: Path | None = None  # folder whose config and tokenizer replace the source's
     from_master: bool = False  # export the optimizer's fp32 masters
     safe: bool = True
 
@@ -85,7 +84,7 @@ def reshard(
     )
     read = read or ReadOptions()
     read = replace(read, weights_only=read.weights_only or to.weights_only)
-    ckpt = read_checkpoint(source, read)
+    ckpt = _accompanied(read_checkpoint(source, read), read.config)
     model = ckpt.need_model()
     if ckpt.unread_optimizer and not to.weights_only:
         raise CheckpointError(ckpt.unread_optimizer)
@@ -213,11 +212,38 @@ def _with_dtype(sides: tuple[SideFile, ...], dtype: str | None) -> list[SideFile
 
 
 def _retyped(side: SideFile, dtype: str) -> SideFile:
-    text = side.text or Path(side.source).read_text(encoding="utf-8")
-    table = json.loads(text)
+    table = _json_of(side)
     keys = [key for key in ("dtype", "torch_dtype") if key in table] or ["torch_dtype"]
     table.update(dict.fromkeys(keys, TO_TORCH[dtype]))
     return SideFile(side.name, text=json.dumps(table, indent=2) + "\n")
+
+
+def _with_vocab(sides: list[SideFile], model: Model | None) -> list[SideFile]:
+    """Side files, with config.json saying the rows that are left where --vocab-size cut some."""
+    if model is None or model.config.get("vocab_size") == model.sizes["vocab"]:
+        return sides
+    return [_resized(s, model.sizes["vocab"]) if s.name == "config.json" else s for s in sides]
+
+
+def _resized(side: SideFile, vocab: int) -> SideFile:
+    table = {**_json_of(side), "vocab_size": vocab}
+    return SideFile(side.name, text=json.dumps(table, indent=2) + "\n")
+
+
+def _json_of(side: SideFile) -> dict[str, object]:
+    table: dict[str, object] = json.loads(
+        side.text or Path(side.source).read_text(encoding="utf-8")
+    )
+    return table
+
+
+def _accompanied(ckpt: Checkpoint, config: Path | None) -> Checkpoint:
+    """The checkpoint with the user's config, and what lies beside it, in place of its own."""
+    if config is None:
+        return ckpt
+    extra = side_files(config) if config.is_dir() else (SideFile("config.json", str(config)),)
+    sides = {side.name: side for side in (*ckpt.manifest.side_files, *extra)}
+    return replace(ckpt, manifest=replace(ckpt.manifest, side_files=tuple(sides.values())))
 
 
 def merge(
@@ -239,12 +265,11 @@ def merge(
     ``max_shard_size`` is in bytes (None: one file), ``config`` a folder whose config and
     tokenizer replace the source's, ``from_master`` exports the optimizer's fp32 masters.
     """
-    to = MergeOptions(
-        dtype, max_shard_size, Path(config) if config else None, from_master, safe_serialization
-    )
+    to = MergeOptions(dtype, max_shard_size, from_master, safe_serialization)
     read, options = read or ReadOptions(), run or RunOptions()
-    read = replace(read, config=read.config or to.config)
+    read = replace(read, config=Path(config) if config else read.config)
     ckpt = read_checkpoint(source, replace(read, weights_only=not to.from_master))
+    ckpt = _accompanied(ckpt, read.config)
     metas = _masters(ckpt) if to.from_master else _weights(ckpt)
     metas = _cast(metas, to.dtype)
     base = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent / ckpt.path.stem
@@ -340,16 +365,9 @@ def _merge_sides(
     options: RunOptions,
     metas: Mapping[str, TensorMeta],
 ) -> list[SideFile]:
-    """Config, tokenizer and the rest; the user's config folder replaces what it also has."""
-    own = {side.name: side for side in ckpt.manifest.side_files}
-    if to.config is not None:
-        given = to.config if to.config.is_dir() else to.config.parent
-        extra = (
-            side_files(given) if to.config.is_dir() else (SideFile("config.json", str(to.config)),)
-        )
-        own.update({side.name: side for side in extra})
+    """Config, tokenizer and the rest."""
     dtype = _main_dtype(metas) if to.dtype or to.from_master else None
-    found = _with_dtype(tuple(own.values()), dtype)
+    found = _with_vocab(_with_dtype(ckpt.manifest.side_files, dtype), ckpt.model)
     found += made.manifest.side_files
     if options.checksum:
         table = {name: {"size": size, "xxh3_128": mark} for name, (size, mark) in files.items()}

@@ -110,22 +110,16 @@ def run_job(job: Job, options: RunOptions) -> Report:
     from .publish import Stage, check_unchanged, fingerprint, snapshot
 
     started = time.monotonic()
-    check_place(job.source.path, job.output)
+    check_place(job.source, job.output)
     root = job.output.parent / f".{job.output.name}.partial"
     design = job.design(root)
     made = plan(job.source.manifest, design.manifest, job.drop)
     report = _report(job, options, design, made)
     if options.dry_run:
         return report
-    paths = _source_files(job)
-    before = snapshot(paths)
+    before = snapshot(_source_files(job.source))
     mark = fingerprint(
-        [
-            job.identity,
-            sorted(before.items()),
-            [f.path for f in design.files],
-            [f.blueprint.size_bytes for f in design.files],
-        ]
+        [job.identity, options.compare_replicas, sorted(before.items()), _plan_mark(design, made)]
     )
     with Stage(job.output, mark, single=job.single, overwrite=options.overwrite,
                resume=options.resume) as stage:  # fmt: skip
@@ -133,7 +127,8 @@ def run_job(job: Job, options: RunOptions) -> Report:
             _check_space(design, stage.path)
             _create(design)
             stage.begin()
-        elif options.resume:
+        else:
+            _check_kept(design)
             report.notes.append(f"continued: {len(stage.done)} tensors were already there")
         _move(made, options, stage.done, stage.record, report)
         digests = _seal(design, options)
@@ -147,14 +142,21 @@ def run_job(job: Job, options: RunOptions) -> Report:
     return report
 
 
-def check_place(source: Path, output: Path) -> None:
-    """An output inside its source (or over it) would change the source."""
+def check_place(source: Checkpoint, output: Path) -> None:
+    """An output inside its source, over it or around it would change the source."""
     inner = output.parent.resolve() / output.name
-    folder = source if source.is_dir() else source.parent
-    if inner == source or (source.is_dir() and folder in inner.parents):
+    path = source.path
+    if inner == path or (path.is_dir() and path in inner.parents):
         raise CheckpointError(
-            f"--output {output}: lies inside the source {source}, which is never modified"
+            f"--output {output}: lies inside the source {path}, which is never modified"
         )
+    stage = inner.parent / f".{inner.name}.partial"  # emptied before it is used
+    for file in [str(path), *_source_files(source)]:
+        real = Path(file).resolve()
+        if any(place == real or place in real.parents for place in (inner, stage)):
+            raise CheckpointError(
+                f"--output {output}: {real} of the source lies there, which is never modified"
+            )
 
 
 def _report(job: Job, options: RunOptions, design: Design, made: Plan) -> Report:
@@ -172,9 +174,28 @@ def _report(job: Job, options: RunOptions, design: Design, made: Plan) -> Report
     return report
 
 
-def _source_files(job: Job) -> list[str]:
-    files = {f.path for f in job.source.files}
-    return sorted(files | {s.source for s in job.source.manifest.side_files if s.source})
+def _source_files(source: Checkpoint) -> list[str]:
+    sides = (*source.manifest.side_files, *source.random_states)
+    return sorted({f.path for f in source.files} | {s.source for s in sides if s.source})
+
+
+def _plan_mark(design: Design, made: Plan) -> str:
+    """A hash of every byte that is known now and of where every other one comes from.
+
+    Sizes alone would not do: another packing of the same shapes has the same sizes.
+    """
+    import hashlib
+
+    state = hashlib.sha256()
+    for file in design.files:
+        state.update(repr((file.path, file.blueprint.size_bytes)).encode())
+        for offset, data in file.blueprint.fixed:
+            state.update(offset.to_bytes(8, "little") + data)
+    for copy in made.copies:
+        for view in (copy.src, copy.dst):
+            row = (view.file, view.offset_bytes, view.shape, view.strides, view.dtype)
+            state.update(repr((copy.fqn, row)).encode())
+    return state.hexdigest()
 
 
 def _check_space(design: Design, folder: Path) -> None:
@@ -187,6 +208,17 @@ def _check_space(design: Design, folder: Path) -> None:
             f"{folder.parent}: {human(need)} are needed, {human(free)} are free "
             f"({need} and {free} bytes)"
         )
+
+
+def _check_kept(design: Design) -> None:
+    """What a killed run left must still be what it made."""
+    for file in design.files:
+        have = os.path.getsize(file.path) if os.path.isfile(file.path) else "no"
+        if have != file.blueprint.size_bytes:
+            raise CheckpointError(
+                f"{file.path}: {have} bytes, {file.blueprint.size_bytes} were made; "
+                "run again without --resume to start over"
+            )
 
 
 def _create(design: Design) -> None:
@@ -229,6 +261,7 @@ def _move(
             if found is not None:
                 with lock:
                     faults.append("replicas differ: " + found.describe())
+                return  # not journalled: --resume must compare it again
         since, finished = pending.setdefault(threading.get_ident(), (time.monotonic(), []))
         finished.append(index)
         if time.monotonic() - since > SYNC_SECONDS:

@@ -88,7 +88,7 @@ class LazyArray:
         """The whole tensor for torch, in its stored dtype."""
         import torch
 
-        data = torch.from_numpy(self.raw().view(np.uint8).reshape(-1).copy())
+        data = torch.from_numpy(self.raw().reshape(-1).view(np.uint8).copy())
         kind: torch.dtype = getattr(torch, TO_TORCH[self.dtype])
         if not math.prod(self.shape):
             return torch.empty(self.shape, dtype=kind)

@@ -7,19 +7,20 @@ that hidden folder: ``--resume`` continues it, any other run of the same output 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+from .checkpoint import JOURNAL
 from .errors import CheckpointError
 
-JOURNAL = "shardwright.journal"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -47,17 +48,21 @@ class Stage:
         self._journal = -1
 
     def __enter__(self) -> Stage:
-        self._check_output()
-        made = not self.output.parent.exists()
+        with _told(self.output):
+            self._check_output()
+            parents = (self.output.parent, *self.output.parent.parents)
+            self._made = [folder for folder in parents if not folder.exists()]
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(exist_ok=True)
         except OSError as error:
+            self._remove_made_parents()
             raise CheckpointError(f"{self.path}: cannot write here ({error.strerror})") from error
-        self._made_parent = made
         self._take_lock()
         try:
-            self._open_journal()
+            with _told(self.path):
+                self._restore()
+                self._open_journal()
         except BaseException:
             os.close(self._lock)
             raise
@@ -69,32 +74,45 @@ class Stage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._journal)
+        self._close_journal()
         if self.path.exists() and not (self.resume and error is not None):
             shutil.rmtree(self.path, ignore_errors=True)
-            if error is not None and self._made_parent:
-                self._remove_empty_parent()
+            if error is not None:
+                self._remove_made_parents()
         os.close(self._lock)
 
-    def _remove_empty_parent(self) -> None:
-        try:
-            self.output.parent.rmdir()
-        except OSError:
-            return  # somebody else put a file there
+    def _remove_made_parents(self) -> None:
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:
+                return  # somebody else put a file there, or it was never made
 
     def _check_output(self) -> None:
         if os.path.lexists(self.output) and not self.overwrite:
             raise CheckpointError(f"{self.output} exists; pass --overwrite to replace it")
+        if self.output.is_symlink() and not self.single:
+            raise CheckpointError(f"{self.output} is a symlink; remove it or name its target")
         if self.output.exists() and self.output.is_dir() == self.single:
             kind, other = ("folder", "file") if self.single else ("file", "folder")
             raise CheckpointError(f"{self.output} is a {kind}; a {other} cannot replace it")
 
     def _take_lock(self) -> None:
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._lock = os.open(self.path, flags)
+        except OSError as error:  # a link would have us empty the folder that it names
+            raise CheckpointError(
+                f"{self.path}: cannot be used to write in ({error.strerror}); remove it"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
+            if not isinstance(error, BlockingIOError):
+                raise CheckpointError(
+                    f"{self.path}: cannot be locked against a second run ({error.strerror})"
+                ) from error
             raise CheckpointError(
                 f"{self.output}: another run is writing it ({self.path} is locked)"
             ) from error
@@ -108,22 +126,31 @@ class Stage:
         path = self.path / JOURNAL
         lines = _lines(path) if path.exists() else []
         if lines and self.resume:
-            if lines[0] != self.fingerprint:
+            if lines[0] != self.fingerprint.encode():
                 raise CheckpointError(
                     f"{self.path}: was left by a run with another plan, other options or a source "
                     "that has changed since; run again without --resume to start over"
                 )
+            if not all(line.isdigit() for line in lines[1:]):
+                raise CheckpointError(
+                    f"{path}: is damaged; run again without --resume to start over"
+                )
             self.done = {int(line) for line in lines[1:]}
             self.continued = True
+            # half a line left by a kill would become one with the next
+            os.truncate(path, sum(len(line) + 1 for line in lines))
         else:
             for child in self.path.iterdir():
-                shutil.rmtree(child) if child.is_dir() else child.unlink()
+                is_folder = child.is_dir() and not child.is_symlink()
+                shutil.rmtree(child) if is_folder else child.unlink()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._journal = os.open(path, flags, 0o666)
 
     def begin(self) -> None:
         """Record that every file exists at its full size; from here on a run can continue."""
         if not self.continued:
+            with _told(self.path):
+                _sync_tree(self.path)
             self._append(self.fingerprint + "\n")
 
     def record(self, finished: Iterable[int]) -> None:
@@ -133,31 +160,63 @@ class Stage:
             self._append(text)
 
     def _append(self, text: str) -> None:
-        os.write(self._journal, text.encode())
-        os.fsync(self._journal)
+        data = text.encode()
+        with _told(self.path / JOURNAL):
+            while data:
+                data = data[os.write(self._journal, data) :]
+            os.fsync(self._journal)
+
+    def _close_journal(self) -> None:
+        journal, self._journal = self._journal, -1
+        if journal >= 0:
+            os.close(journal)
 
     def publish(self) -> None:
         """Sync every file and folder, then rename into place."""
-        (self.path / JOURNAL).unlink()
-        _sync_tree(self.path)
-        if self.single:
-            (only,) = self.path.iterdir()
-            os.replace(only, self.output)
-            self.path.rmdir()
-        elif self.output.is_symlink() or not self.output.exists():
-            if self.output.is_symlink():
-                raise CheckpointError(f"{self.output} is a symlink; remove it or name its target")
-            os.rename(self.path, self.output)
+        with _told(self.path):
+            self._close_journal()  # NFS would keep the name of an open file
+            (self.path / JOURNAL).unlink()
+            _sync_tree(self.path)
+            self._check_output()  # somebody may have put one there since
+            if self.single:
+                os.replace(self.path / self.output.name, self.output)
+                shutil.rmtree(self.path, ignore_errors=True)
+            elif not self.output.exists():
+                os.rename(self.path, self.output)
+            else:
+                _exchange(self.path, self.output)
+                shutil.rmtree(self.path, ignore_errors=True)
+            _sync(self.output.parent)
+
+    def _restore(self) -> None:
+        """Undo what a kill between the two renames of ``_exchange`` left."""
+        aside = _aside(self.output)
+        if not os.path.lexists(aside):
+            return
+        if os.path.lexists(self.output):
+            shutil.rmtree(aside)
         else:
-            _exchange(self.path, self.output)
-            shutil.rmtree(self.path)
-        _sync(self.output.parent)
+            os.rename(aside, self.output)
+            self._check_output()
 
 
-def _lines(path: Path) -> list[str]:
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """The system's refusals as our error, with the file that they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
+
+
+def _lines(path: Path) -> list[bytes]:
     """Whole lines; the last one may have been cut by a kill."""
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def _aside(output: Path) -> Path:
+    """Where the old output is for a moment if two folders cannot be swapped in one step."""
+    return output.parent / f".{output.name}.replaced"
 
 
 def _sync(path: Path) -> None:
@@ -185,7 +244,7 @@ def _exchange(new: Path, old: Path) -> None:
             return
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(old))
-    aside = old.parent / f".{old.name}.replaced"
+    aside = _aside(old)
     os.rename(old, aside)
     os.rename(new, old)
     os.rename(aside, new)

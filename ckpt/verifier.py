@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .box import full, row_major
 from .checkpoint import Checkpoint, ReadOptions
+from .dtypes import CASTABLE
 from .errors import CheckpointError
 from .jobs import RunOptions, digests
 from .manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
@@ -74,8 +75,12 @@ def compare_checkpoints(
     pick = set(_common(left, right, verdict, tolerance, weights_only))
     if not weights_only:
         _compare_state(left, right, verdict)
-    made = plan(_only(left.manifest, pick), _only(right.manifest, pick))
-    repeats = plan(_only(right.manifest, pick), _whole(_only(right.manifest, pick))).replicas
+    ours, theirs = _only(left.manifest, pick), _only(right.manifest, pick)
+    # Every chunk of the right side is compared with the left, replicas too. Only padding rows
+    # that the left side lacks are not: their replicas are compared with each other.
+    uneven = {f for f in pick if ours.tensors[f].shape != theirs.tensors[f].shape}
+    repeats = plan(_only(theirs, uneven), _whole(_only(theirs, uneven))).replicas
+    made = plan(ours, theirs if options.compare_replicas else _first_of_each(theirs))
     verdict.tensors = len(pick)
     verdict.nbytes = made.coverage.written_bytes
     moves = made.copies
@@ -83,6 +88,15 @@ def compare_checkpoints(
         moves = moves + made.replicas + repeats
     _compare(moves, tolerance, options, verdict)
     return verdict
+
+
+def _first_of_each(manifest: Manifest) -> Manifest:
+    """Without the chunks whose box an earlier chunk of the tensor has."""
+    chunks = {
+        fqn: list({chunk.box: chunk for chunk in reversed(rows)}.values())
+        for fqn, rows in manifest.chunks.items()
+    }
+    return replace(manifest, chunks=chunks)
 
 
 def _aligned(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
@@ -135,7 +149,7 @@ def _common(
             verdict.notes.append(
                 f"{fqn}: {x.shape[0]} and {y.shape[0]} padding rows, the common ones compared"
             )
-        if x.dtype != y.dtype and tolerance.exact:
+        if x.dtype != y.dtype and (tolerance.exact or not {x.dtype, y.dtype} <= set(CASTABLE)):
             verdict.differences.append(f"{fqn}: dtype {x.dtype} and {y.dtype}")
             continue
         yield fqn

@@ -77,7 +77,7 @@ def command(argv: Sequence[str]) -> int:
     layers = _layers(args.pp_layers, made)
     source = options.checkpoint_of(args, made)
     axes = {axis: getattr(args, axis) for axis in AXES}
-    if layers is None and args.dp is None and not any(axes.values()):
+    if layers is None and args.dp is None and all(size is None for size in axes.values()):
         made.error("name the new layout: --tp, --pp, --pp-layers or --dp")
     from shardwright.ckpt import reshard
 

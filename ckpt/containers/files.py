@@ -146,7 +146,10 @@ class Files:
     def sync(self) -> None:
         """Make everything written so far durable."""
         for path in sorted(self.dirty):
-            os.fsync(self._fd(path, write=True))
+            try:
+                os.fsync(self._fd(path, write=True))
+            except OSError as error:
+                raise CheckpointError(f"{path}: {error.strerror}") from error
         self.dirty.clear()
 
 
@@ -165,19 +168,21 @@ KERNEL_COPY: Callable[[int, int, int, int, int], int] | None = getattr(os, "copy
 
 def create(path: str, blueprint: Blueprint) -> None:
     """Make a file at its full size with the bytes known now; the rest reads as zeros."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    fd = -1
     try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         os.ftruncate(fd, blueprint.size_bytes)
         for offset, data in blueprint.fixed:
             view, done = memoryview(data), 0
             while done < len(data):
-                done += PWRITE(fd, view[done:], offset + done)
+                done += PWRITE(fd, view[done : done + MAX_CALL_BYTES], offset + done)
     except OSError as error:
         raise CheckpointError(
             f"{path}: {error.strerror} ({blueprint.size_bytes} bytes are needed)"
         ) from error
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def seal(path: str, checksum: Checksum, files: Files) -> None:

@@ -1,0 +1,83 @@
+"""Random states of one rank, as tensors and JSON only: no pickle, nothing to trust.
+
+Python's, NumPy's, torch's CPU generator, the device's, and megatron's tracked ones (one per
+named region, such as the tensor-parallel dropout).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+
+def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """This process's random states as (tensors, text metadata)."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    tensors = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors["device"] = torch.cuda.get_rng_state().cpu()
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        tensors[f"tracker/{name}"] = _as_tensor(state)
+    meta = {
+        "python": json.dumps([version, gauss]),
+        "numpy": json.dumps([str(kind), int(position), int(has_gauss), float(cached)]),
+    }
+    return tensors, meta
+
+
+def restore(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str]) -> None:
+    """Put back what ``capture`` gave."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    version, gauss = json.loads(meta["python"])
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, position, has_gauss, cached = json.loads(meta["numpy"])
+    keys = tensors["numpy"].numpy().astype(np.uint32)
+    np.random.set_state((kind, keys, position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    if torch.cuda.is_available() and "device" in tensors:
+        torch.cuda.set_rng_state(tensors["device"])
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "tracker":
+            states[name] = _like(states.get(name), tensor)
+    tracker.set_states(states)
+
+
+def reseed(seed: int, step: int, rank: int) -> None:
+    """Fresh states for another layout, a function of (seed, step, rank) alone."""
+    mixed = (seed * 1_000_003 + step * 1_009 + rank) % (1 << 31)
+    random.seed(mixed)
+    np.random.seed(mixed)
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(mixed)
+    model_parallel_cuda_manual_seed((seed * 1_000_003 + step * 1_009) % (1 << 31))
+
+
+def _as_tensor(state: object) -> torch.Tensor:
+    """A tracked state: a byte tensor, or a generator that holds one."""
+    if isinstance(state, torch.Generator):
+        return state.get_state().cpu()
+    assert isinstance(state, torch.Tensor)
+    return state.cpu()
+
+
+def _like(old: object, tensor: torch.Tensor) -> object:
+    if isinstance(old, torch.Generator):
+        old.set_state(tensor)
+        return old
+    return tensor

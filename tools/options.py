@@ -168,7 +168,7 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
     except ValueError as error:
-        if type(error).__name__ != "CheckpointError":
+        if type(error).__name__ not in ("CheckpointError", "TrainError"):
             raise
         print(f"error: {error}", file=sys.stderr)
         return REFUSED

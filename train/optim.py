@@ -51,8 +51,8 @@ def default_groups(
     """Megatron's rule: no weight decay on biases and on 1-D parameters."""
     flat = {n for n, p in named.items() if p.dim() == 1 or n.endswith(".bias")}
     return [
-        ParamGroup(frozenset(set(named) - flat), {"weight_decay": spec.weight_decay}),
-        ParamGroup(frozenset(flat), {"weight_decay": 0.0}),
+        ParamGroup(frozenset(set(named) - flat), {"wd_mult": 1.0}),
+        ParamGroup(frozenset(flat), {"wd_mult": 0.0}),
     ]
 
 
@@ -104,8 +104,9 @@ def build(
     )
     for group in made.param_groups:
         options = groups[group["group_index"]].options
-        group.update({"lr": spec.lr, **options})
-        group["initial_lr"] = group["lr"]
+        group.update({"lr": spec.lr, "weight_decay": spec.weight_decay, **options})
+        group["weight_decay"] *= group.get("wd_mult", 1.0)
+        group["initial_lr"] = group["max_lr"] = group["lr"]
     return made
 
 

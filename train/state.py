@@ -146,19 +146,19 @@ def load(
     with_optimizer = bool(states) and not weights_only and held.optimizer is not None
     if with_optimizer and held.optimizer is not None:
         held.optimizer.init_state()
-    wanted = held.weights()
     known = {category_of(fqn) for fqn in source.tensors}
-    if with_optimizer:
-        moments = held.moments()
-        absent = {h.live.state for h in moments} - known
-        if absent - {"master"}:
-            raise TrainError(
-                f"{path}: has no {', '.join(sorted(absent))}, which this optimizer needs; "
-                "load with weights only"
-            )
-        wanted += [h for h in moments if h.live.state in known]
-    _fill(source, wanted, held)
-    _after_load(held, states, with_optimizer, log)
+    moments = held.moments()
+    kinds = {h.live.state for h in moments}
+    if with_optimizer and (kinds - known) - {"master"}:
+        raise TrainError(
+            f"{path}: has no {', '.join(sorted(kinds - known))}, which this optimizer needs; "
+            "load with weights only"
+        )
+    loads = known if with_optimizer else known & {"master"}
+    _fill(source, held.weights() + [h for h in moments if h.live.state in loads], held)
+    if held.optimizer is not None and "master" in kinds - loads:
+        held.optimizer.refresh_masters()
+        log("masters were refreshed from the loaded weights")
     random = _restore_random(ckpt, held, seed, log) if not weights_only else False
     return Loaded(ckpt, ckpt.step or 0, ckpt.manifest.state, with_optimizer, random)
 
@@ -214,14 +214,6 @@ def _fill(source: Manifest, wanted: Sequence[Held], held: RankState) -> None:
     for h in wanted:
         if host[h.live.key] is not h.tensor:
             h.tensor.copy_(host[h.live.key])
-
-
-def _after_load(held: RankState, states: set[str], with_optimizer: bool, log: Log) -> None:
-    if held.optimizer is None:
-        return
-    if "master" not in states or not with_optimizer:
-        held.optimizer.refresh_masters()
-        log("masters were refreshed from the loaded weights")
 
 
 def _restore_random(ckpt: Checkpoint, held: RankState, seed: int, log: Log) -> bool:

@@ -1,0 +1,388 @@
+"""The training loop of ``train-ckpt``: one rank's run from start or resume to the last step."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.ckpt.checkpoint import Model, load_model
+from shardwright.ckpt.formats.side_files import side_files
+from shardwright.ckpt.manifest import SideFile
+from shardwright.ckpt.reader import follow, is_checkpoint
+
+from . import config as settings
+from .config import TrainConfig
+from .data import Batches, EvalBatches, Samples, open_corpus
+from .engine import Engine, EngineOptions
+from .errors import TrainError
+from .metrics import Metrics, flops_per_token, peak_memory_bytes
+from .model import ModelOptions
+from .optim import OptimizerSpec
+from .parallel import Layout, Parallel, import_megatron, initialize, shutdown
+from .state import Loaded, RankState, Saver, load
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+STOP_FILE = "SHARDWRIGHT_STOP_FILE"  # the launcher makes this file to ask for a save and an end
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the model comes from."""
+
+    config: Path  # config.json
+    folder: Path | None  # its folder, for tokenizer and side files
+    weights: Path | None  # a checkpoint to load; None starts from random weights
+    resumes: bool  # the checkpoint is one of a run, with its optimizer and data cursor
+
+
+def find_source(config: TrainConfig) -> Source:
+    """Resolve --resume and --model; TrainError says what is missing."""
+    resume = config.saving.resume
+    if resume == settings.LATEST:
+        if config.saving.save_dir is None:
+            raise TrainError("--resume without a folder takes the latest in --save-dir; name one")
+        if not (Path(config.saving.save_dir) / "latest").exists():
+            raise TrainError(
+                f"--resume: {config.saving.save_dir} has no checkpoint yet; leave --resume out"
+            )
+        resume = config.saving.save_dir
+    if resume is not None:
+        where = follow(resume)
+        model = _config_file(config.model.path) if config.model.path else where / "config.json"
+        if not model.is_file():
+            raise TrainError(f"{where}: has no config.json; name the model with --model")
+        return Source(model, where, where, resumes=True)
+    assert config.model.path is not None
+    path = _config_file(config.model.path)
+    if not Path(config.model.path).expanduser().is_dir():
+        return Source(path, None, None, resumes=False)  # a config alone: random weights, bytes
+    has_weights = is_checkpoint(path.parent)
+    return Source(path, path.parent, path.parent if has_weights else None, resumes=False)
+
+
+def _config_file(text: str) -> Path:
+    path = Path(text).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise TrainError(f"--model {text}: there is no {file}")
+    return file.resolve()
+
+
+def settle(config: TrainConfig, model: Model, name: str) -> TrainConfig:
+    """The configuration with what depends on the model filled in; TrainError where they clash."""
+    positions = model.config.get("max_position_embeddings", model.config.get("n_positions"))
+    learned = "pos" in model.sizes
+    sizes = settings.Sizes(
+        name, model.sizes["layer"], positions if isinstance(positions, int) else None, not learned
+    )
+    return settings.for_model(config, sizes)
+
+
+def check(config: TrainConfig) -> None:
+    """What can be refused before any process is started: model, layout, batch, files."""
+    from shardwright.ckpt.formats.shards_out import placement
+    from shardwright.ckpt.mesh import Mesh
+
+    source = find_source(config)
+    model = load_model(source.config)
+    config = settle(config, model, str(source.config))
+    layout = layout_of(config)
+    layout.data_parallel(config.world_size)
+    owned = layout.owned(model.sizes["layer"])
+    mesh = Mesh((("tp", layout.tp), ("pp", layout.pp)), {"pp": owned})
+    placement(model, mesh, config.model.vocab_multiple)
+    for name in (*config.data.files, *config.data.eval_files):
+        if not Path(name).exists() and not Path(name + ".bin").exists():
+            raise TrainError(f"--data {name}: there is no such file")
+
+
+def layout_of(config: TrainConfig) -> Layout:
+    """The part of the configuration that says how ranks are arranged."""
+    p = config.parallelism
+    return Layout(p.tp, p.pp, p.sequence_parallel, p.pp_layers, p.virtual_pp_layers)
+
+
+def model_options(config: TrainConfig) -> ModelOptions:
+    """The part of the configuration that says how the model computes."""
+    return ModelOptions(
+        precision="bf16" if config.precision.name == "bf16" else "fp32",
+        recompute=config.recompute.granularity,  # type: ignore[arg-type]
+        recompute_method=config.recompute.method,
+        recompute_num_layers=config.recompute.num_layers,
+        attention_dropout=config.model.attention_dropout,
+        hidden_dropout=config.model.hidden_dropout,
+        # megatron's fused kernel rounds gradients to bfloat16
+        fused_cross_entropy=config.precision.name == "bf16",
+        vocab_multiple=config.model.vocab_multiple,
+        distribute_saved_activations=config.recompute.distribute_saved_activations,
+    )
+
+
+def optimizer_spec(config: TrainConfig) -> OptimizerSpec:
+    """The part of the configuration that says how weights change."""
+    o = config.optimizer
+    return OptimizerSpec(
+        name=o.name, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
+        momentum=o.momentum, clip_grad=o.clip_grad, precision=config.precision.name,
+        distributed=config.parallelism.distributed_optimizer,
+        overlap_param_gather=config.parallelism.overlap
+        and config.parallelism.distributed_optimizer,
+    )  # fmt: skip
+
+
+def scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """megatron-core's schedule of learning rate and weight decay over optimizer steps."""
+    s = config.schedule
+    assert s is not None, "the command always has a schedule"
+    made = import_megatron("optimizer_param_scheduler").OptimizerParamScheduler
+    return made(
+        optimizer, init_lr=0.0, max_lr=s.lr, min_lr=s.min_lr, lr_warmup_steps=s.warmup_steps,
+        lr_decay_steps=s.decay_steps, lr_decay_style=s.style, start_wd=s.wd_start,
+        end_wd=s.wd_end, wd_incr_steps=s.wd_steps, wd_incr_style=s.wd_style,
+    )  # fmt: skip
+
+
+class Trainer:
+    """Everything of a run on one rank."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.source = find_source(config)
+        self.model = load_model(self.source.config)
+        self.config = settle(config, self.model, str(self.source.config))
+        self.parallel: Parallel = initialize(
+            layout_of(self.config),
+            seed=config.seed,
+            timeout_s=60.0 * config.launch.timeout_minutes,
+        )
+        self.stop = False
+        p = self.parallel
+        self.shows = p.is_last_stage and p.tp_rank == 0 and p.dp_rank == 0
+        self.step = 0
+        self.engine = Engine(
+            self.model, p, layout_of(self.config), model_options(self.config),
+            EngineOptions(
+                self.config.parallelism.distributed_optimizer, self.config.parallelism.overlap,
+                self.config.optimizer.check_for_nan,
+            ),
+        )  # fmt: skip
+        self.engine.attach_optimizer(optimizer_spec(self.config))
+        self.held: RankState = self.engine.rank_state()
+        self.schedule = scheduler(self.config, self.engine.optimizer)
+        self._open_data()
+        self._load()
+        saving = self.config.saving
+        self.save_dir = Path(saving.save_dir) if saving.save_dir else None
+        self.metrics = Metrics(
+            self.save_dir, writes=self.shows, bar=self.shows, steps=self.config.steps or 0,
+            done=self.step, tensorboard_dir=self.config.logging.tensorboard_dir,
+        )  # fmt: skip
+        self.saver = Saver(
+            self.held, keep_last=saving.keep_last, log=self.say,
+            weights_only=not saving.save_optimizer,
+        )  # fmt: skip
+
+    def say(self, line: str) -> None:
+        """A line for the user, from one rank."""
+        if self.shows:
+            metrics = getattr(self, "metrics", None)
+            if metrics is None:
+                print(line, flush=True)
+            else:
+                metrics.say(line)
+
+    def _open_data(self) -> None:
+        d, p = self.config.data, self.parallel
+        assert d.seq_length is not None
+        positions = self.model.config.get("max_position_embeddings")
+        options: dict[str, Any] = {
+            "tokenizer_dir": self.source.folder,
+            "vocab_size": self.model.sizes["vocab"],
+            "cache_dir": _cache_dir(),
+            "rank": p.rank,
+            "barrier": lambda: dist.barrier(group=p.control_group),
+            "quiet": not self.shows,
+        }
+        corpus = open_corpus(d.files, **options)
+        longest = positions if isinstance(positions, int) else None
+        batch = self.config.batch
+        self.batches = Batches(
+            Samples(corpus, d.seq_length, self.config.seed, longest),
+            micro_batch_size=batch.micro_batch_size,
+            global_batch_size=batch.samples_per_step,
+            dp_rank=p.dp_rank,
+            dp_size=p.dp,
+            consumed_samples=d.consumed_samples[0],
+        )
+        self.evaluation = None
+        if d.eval_files:
+            self.evaluation = EvalBatches(
+                open_corpus(d.eval_files, **options),
+                seq_length=d.seq_length,
+                num_samples=d.eval_iters * batch.global_batch_size,
+                micro_batch_size=batch.micro_batch_size,
+                dp_rank=p.dp_rank,
+                dp_size=p.dp,
+            )
+
+    def _load(self) -> None:
+        """Weights from a Hugging Face folder, or everything from a checkpoint."""
+        if self.source.weights is None:
+            self.say("starting from random weights")
+            return
+        weights_only = not (self.source.resumes and self.config.saving.load_optimizer)
+        found = load(
+            self.source.weights, self.held, weights_only=weights_only, seed=self.config.seed,
+            log=self.say,
+        )  # fmt: skip
+        if self.source.resumes:
+            self._resume(found)
+        self.say(f"loaded {self.source.weights}" + (f" at step {self.step}" if self.step else ""))
+
+    def _resume(self, found: Loaded) -> None:
+        self.step = found.step
+        data = found.state.get("data")
+        if isinstance(data, Mapping):
+            self.batches.restore(data)
+        else:
+            self.say("the checkpoint has no data cursor; samples start from the first")
+        groups = found.state.get("param_groups")
+        if found.optimizer and isinstance(groups, list) and groups and self.engine.view:
+            self.engine.view.set_step(int(groups[0].get("step", found.step)))
+        self.schedule.step(self.step)
+
+    def state(self) -> dict[str, object]:
+        """What travels beside the tensors."""
+        s, view = self.config.schedule, self.engine.view
+        assert s is not None
+        assert view is not None
+        groups = [
+            {
+                "step": view.step(),
+                **{k: group[k] for k in ("lr", "weight_decay", "betas", "eps", "momentum")
+                   if k in group},
+            }
+            for group in view.made.param_groups
+        ]  # fmt: skip
+        schedule = {
+            "style": s.style, "lr": s.lr, "min_lr": s.min_lr, "warmup_steps": s.warmup_steps,
+            "decay_steps": s.decay_steps, "num_steps": self.schedule.num_steps,
+        }  # fmt: skip
+        return {"schedule": schedule, "param_groups": groups, "data": self.batches.state()}
+
+    def run(self) -> None:
+        """Train to the last step, evaluate, save."""
+        _on_signals(self)
+        steps = self.config.steps or 0
+        per_token = flops_per_token(self.model, self.config.data.seq_length or 0)
+        saved = -1
+        while self.step < steps and not self._asked_to_stop():
+            self._one_step(per_token)
+            saving = self.config.saving
+            self.saver.poll()
+            if saving.save_interval and self.step % saving.save_interval == 0:
+                self._save()
+                saved = self.step
+            if self.evaluation is not None and self.step % self.config.data.eval_interval == 0:
+                self._evaluate()
+        if self.evaluation is not None and self.step % self.config.data.eval_interval:
+            self._evaluate()
+        if self.save_dir is not None and saved != self.step:
+            self._save()
+        self.saver.wait()
+        self.metrics.close()
+        if self.stop:
+            self.say(f"stopped at step {self.step}, which is saved; go on with --resume")
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank got a signal; the ranks agree, so that all save the same step."""
+        path = os.environ.get(STOP_FILE)
+        mine = self.stop or bool(path and os.path.exists(path))
+        box = torch.tensor([int(mine)])
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
+        self.stop = bool(box.item())
+        return self.stop
+
+    def _one_step(self, per_token: float) -> None:
+        started = time.monotonic()
+        engine = self.engine
+        engine.zero_grad()
+        loss, _ = engine.forward_backward(next(self.batches))
+        self._check_finite("loss", loss)
+        lr = engine.optimizer.param_groups[0]["lr"] if engine.optimizer else 0.0
+        result = engine.step()
+        self._check_finite("gradient norm", result.grad_norm)
+        self.schedule.step(1)
+        self.step += 1
+        seconds = time.monotonic() - started
+        d = self.config.data
+        tokens = self.config.batch.samples_per_step * (d.seq_length or 0) / seconds
+        self.metrics.add(
+            {"step": self.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm,
+             "tokens_per_s": tokens},
+            {"loss": f"{loss:.4f}", "lr": f"{lr:.2e}", "norm": f"{result.grad_norm:.2f}",
+             "tok/s": f"{tokens:.0f}",
+             "TF/s": f"{tokens * per_token / self.parallel.world_size / 1e12:.2f}",
+             "GiB": f"{peak_memory_bytes() / 2**30:.2f}"},
+        )  # fmt: skip
+
+    def _check_finite(self, what: str, value: float) -> None:
+        """Stop before a bad value reaches the weights' next save."""
+        if math.isfinite(value) or not self.config.optimizer.check_for_nan:
+            return
+        self.saver.wait()
+        raise TrainError(
+            f"step {self.step + 1}: the {what} is {value} (seen on rank {self.parallel.rank} of "
+            f"{self.parallel.world_size}); nothing was saved after step {self.step}. Lower the "
+            "learning rate, or pass --no-check-for-nan-in-loss-and-grad to go on"
+        )
+
+    def _evaluate(self) -> None:
+        assert self.evaluation is not None
+        loss, _ = self.engine.forward_backward(list(self.evaluation), forward_only=True)
+        self.say(f"step {self.step}: validation loss {loss:.6f}")
+        self.metrics.note({"step": self.step, "eval_loss": loss})
+
+    def _save(self) -> None:
+        if self.save_dir is None:
+            return
+        sides: list[SideFile] = []
+        if self.parallel.rank == 0:
+            sides = list(side_files(self.source.folder)) if self.source.folder else []
+            sides = [s for s in sides if s.name != "config.json"]
+            sides.append(SideFile("config.json", str(self.source.config)))
+        self.saver.save(self.save_dir / f"checkpoint-{self.step}", self.step, self.state(), sides)
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("SHARDWRIGHT_CACHE", str(Path(base) / "shardwright" / "data")))
+
+
+def _on_signals(trainer: Trainer) -> None:
+    """Ctrl-C and SIGTERM ask for a save and an end; the step in progress is finished first."""
+
+    def ask(number: int, frame: object) -> None:
+        trainer.stop = True
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+
+
+def main(config: TrainConfig) -> None:
+    """Run one rank."""
+    trainer = Trainer(config)
+    for line in config.notes:
+        trainer.say(line)
+    trainer.run()
+    shutdown()

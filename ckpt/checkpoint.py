@@ -162,7 +162,11 @@ def load_model(path: Path, vocab_size: int | None = None) -> Model:
 
     ``vocab_size`` overrides the config's number of true vocabulary rows.
     """
-    config = load_json(path)
+    return model_from(load_json(path), str(path), vocab_size)
+
+
+def model_from(config: Mapping[str, object], path: str, vocab_size: int | None = None) -> Model:
+    """The same for a config in memory; ``path`` names it in messages."""
     if config.get("quantization_config") is not None:
         raise CheckpointError(
             f"{path}: the weights are quantized (quantization_config); dequantize them first, "

@@ -90,7 +90,8 @@ def reshard(
         raise CheckpointError(ckpt.unread_optimizer)
     target = _target(ckpt, to)
     sizes = dict(target.mesh.axes)
-    name = ckpt.path.name + "".join(f"-{axis}{size}" for axis, size in target.mesh.axes)
+    stem = ckpt.path.name if ckpt.path.is_dir() else ckpt.path.stem
+    name = stem + "".join(f"-{axis}{size}" for axis, size in target.mesh.axes)
     where = Path(output).expanduser().absolute() if output else ckpt.path.parent / name
     metas = _cast(ckpt.manifest.tensors, to.dtype)
     same = _same_layout(ckpt, target)
@@ -320,11 +321,13 @@ def _weights(ckpt: Checkpoint) -> dict[str, TensorMeta]:
 
 
 def _masters(ckpt: Checkpoint) -> dict[str, TensorMeta]:
-    """The weights with the types of their fp32 masters; every weight must have one."""
+    """The weights with the types of their fp32 masters; an fp32 weight is its own."""
     metas = {}
     missing = []
-    for fqn in _weights(ckpt):
+    for fqn, weight in _weights(ckpt).items():
         meta = ckpt.manifest.tensors.get("master/" + fqn)
+        if meta is None and weight.dtype == "F32":
+            meta = weight
         if meta is None:
             missing.append(fqn)
         else:
@@ -341,6 +344,8 @@ def _renamed_masters(ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with its masters under the weights' names."""
     manifest = ckpt.manifest
     keep = {f: f.removeprefix("master/") for f in manifest.tensors if f.startswith("master/")}
+    own = set(_weights(ckpt)) - set(keep.values())  # fp32 weights without a master
+    keep |= {f: f for f in own}
     rest = {f: m for f, m in manifest.tensors.items() if f not in keep and category_of(f)}
     tensors = {new: manifest.tensors[old] for old, new in keep.items()}
     chunks = {new: [replace(c, fqn=new) for c in manifest.chunks[old]] for old, new in keep.items()}

@@ -144,6 +144,8 @@ def run_job(job: Job, options: RunOptions) -> Report:
 
 def check_place(source: Checkpoint, output: Path) -> None:
     """An output inside its source, over it or around it would change the source."""
+    if output.name in ("", ".."):
+        raise CheckpointError(f"--output {output}: must end in the name of what is to be made")
     inner = output.parent.resolve() / output.name
     path = source.path
     if inner == path or (path.is_dir() and path in inner.parents):

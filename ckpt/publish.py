@@ -110,6 +110,8 @@ class Stage:
         except OSError as error:
             os.close(self._lock)
             if not isinstance(error, BlockingIOError):
+                self._made.insert(0, self.path)
+                self._remove_made_parents()
                 raise CheckpointError(
                     f"{self.path}: cannot be locked against a second run ({error.strerror})"
                 ) from error

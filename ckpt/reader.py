@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint import Checkpoint, ReadOptions
+from .checkpoint import JOURNAL, Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .formats import formats
 
@@ -20,10 +20,24 @@ def read_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Che
     """The checkpoint at ``path``, headers only. Raises CheckpointError where none is found."""
     options = options or ReadOptions()
     where = follow(path)
-    for fmt in formats():
-        if fmt.sniff(where):
-            return fmt.read(where, options)
-    raise CheckpointError(f"{where}: {_unknown(where)}")
+    try:
+        _check_finished(where)
+        for fmt in formats():
+            if fmt.sniff(where):
+                return fmt.read(where, options)
+        raise CheckpointError(f"{where}: {_unknown(where)}")
+    except OSError as error:  # no right to read, a folder in the place of a file, ...
+        raise CheckpointError(f"{error.filename or where}: {error.strerror}") from error
+
+
+def _check_finished(path: Path) -> None:
+    """Files of an interrupted run have their full size, and zeros where data is missing."""
+    folder = path if path.is_dir() else path.parent
+    if (folder / JOURNAL).exists():
+        raise CheckpointError(
+            f"{path}: an unfinished output ({folder / JOURNAL} is there); finish the run that "
+            "makes it with --resume"
+        )
 
 
 def follow(path: str | Path) -> Path:
@@ -32,8 +46,16 @@ def follow(path: str | Path) -> Path:
         where = Path(path).expanduser().resolve(strict=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: there is no such file or folder") from error
-    except (OSError, RuntimeError) as error:  # a loop of symlinks
-        raise CheckpointError(f"{path}: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of symlinks; a NUL
+        raise CheckpointError(f"{path!r}: {error}") from error
+    try:
+        return _latest(where)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or where}: {error.strerror}") from error
+
+
+def _latest(where: Path) -> Path:
+    """The checkpoint that a save folder's ``latest`` names; ``where`` if it is none."""
     pointer = where / LATEST
     if where.is_dir() and pointer.is_file() and not is_checkpoint(where):
         name = pointer.read_text(errors="replace").strip()

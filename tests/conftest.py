@@ -3,6 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Examples read and write files: how long one takes says nothing on a busy machine.
+settings.register_profile("shardwright", deadline=None)
+settings.load_profile("shardwright")
 
 # Checkpoints written by other tools. They are too large for the repository and lie beside it.
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"

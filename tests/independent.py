@@ -500,6 +500,10 @@ ORACLES = {
         (4, 1): "_dist__to_tp4pp1_torch",
     },
 }
+CONVERTED = {  # by its tools/checkpoint/convert.py, weights alone
+    "llama_bf16_tp2pp2_torch": {(2, 1): "__convertpy_to_tp2pp1_torch"},
+    "gpt2_fp32_tp2pp2_torch": {(1, 4): "__convertpy_to_tp1pp4_torch"},
+}
 GOLDEN_MULTIPLES = {"llama_bf16_tp2pp2_torch": 16, "gpt2_fp32_tp2pp2_torch": 8}
 GOLDEN_CONFIGS = {
     "llama": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4,

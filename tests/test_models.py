@@ -11,6 +11,7 @@ import pytest
 import strategies
 import torch
 from independent import (
+    CONVERTED,
     GOLDEN_CONFIGS,
     GOLDEN_MULTIPLES,
     ORACLES,
@@ -428,8 +429,9 @@ def test_a_bare_file_with_a_named_config_becomes_shards(tmp_path):
     hf = write_hf(tmp_path / "hf", case)
     save_file(case.state, tmp_path / "weights.safetensors")
     read = ReadOptions(hf)
-    reshard(tmp_path / "weights.safetensors", tmp_path / "out", tp=2, pp=2, read=read, run=QUIET)
-    assert_same_ranks(load_ranks(tmp_path / "out"), stored(case.config, case.state, 2, 2))
+    report = reshard(tmp_path / "weights.safetensors", tp=2, pp=2, read=read, run=QUIET)
+    assert report.output == tmp_path / "weights-tp2-pp2"
+    assert_same_ranks(load_ranks(report.output), stored(case.config, case.state, 2, 2))
 
 
 def test_fp8_weights_without_scales_are_refused(tmp_path):
@@ -518,7 +520,7 @@ def test_shards_of_megatron_become_what_megatron_itself_makes_of_them(
     """Every layout that Megatron resharded to, tp 4 > 2 KV groups and new padding rows included."""
     name, folder = megatron_shards
     multiple = GOLDEN_MULTIPLES[name]
-    for (tp, pp), oracle in ORACLES[name].items():
+    for (tp, pp), oracle in (ORACLES[name] | CONVERTED[name]).items():
         out = tmp_path / f"{tp}{pp}"
         reshard(folder, out, tp=tp, pp=pp, make_vocab_size_divisible_by=multiple, run=QUIET)
         wanted = numbered_globally(megatron_weights(golden / f"{name}{oracle}"), layers=4)

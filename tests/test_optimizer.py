@@ -277,7 +277,7 @@ LAYOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["llama-bias", "qwen2-tied", "qwen3", "phi3", "gpt2"]),
     *[LAYOUTS] * 3,

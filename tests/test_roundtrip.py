@@ -12,7 +12,7 @@ import independent
 import pytest
 import strategies
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from independent import (
     assert_same,
     assert_same_ranks,
@@ -223,7 +223,7 @@ def test_no_element_of_an_output_is_left_as_its_file_was_created(
 # --- head counts -------------------------------------------------------------------------------
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@settings(max_examples=25)
 @given(valid_head_counts())
 def test_any_valid_head_counts_pack_as_stated_and_come_back(tmp_path_factory, counts):
     n, g, d, tp = counts

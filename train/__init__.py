@@ -1,1 +1,33 @@
-"""The trainer: megatron-core models, on CPU or GPU, that save and resume `tp_X_pp_Y` shards."""
+"""The trainer: Hugging Face Accelerate's Megatron API, and train-ckpt's loop.
+
+    from shardwright.train import Accelerator, MegatronLMPlugin
+
+Names are imported when they are first used, so that a command's ``--help`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator, MegatronLMDummyScheduler
+    from .errors import TrainError
+    from .plugin import MegatronLMPlugin
+
+_HOMES = {
+    "Accelerator": "accelerator",
+    "MegatronLMDummyScheduler": "accelerator",
+    "MegatronLMPlugin": "plugin",
+    "TrainError": "errors",
+}
+
+__all__ = ["Accelerator", "MegatronLMDummyScheduler", "MegatronLMPlugin", "TrainError"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -179,10 +179,20 @@ def _redirect_collectives() -> None:
         "all_gather": _uneven_all_gather,
         "reduce_scatter": _uneven_reduce_scatter,
     }.items():
-        redirected = make(getattr(dist, name))
+        redirected = make(_directly(getattr(dist, name)))
         setattr(dist, name, redirected)
         # P2POp compares its operation with the name in this module
         setattr(dist.distributed_c10d, name, redirected)
+
+
+def _directly(collective: Callable[..., object]) -> Callable[..., object]:
+    """A collective that does not go through our mode, which would call its redirection again."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        with torch._C.DisableTorchFunction():
+            return collective(*args, **kwargs)
+
+    return call
 
 
 def _isend_of_a_copy(isend: Callable[..., object]) -> Callable[..., object]:

@@ -21,7 +21,13 @@ from shardwright.ckpt.mesh import Mesh
 
 from . import optim
 from .errors import TrainError
-from .model import ModelOptions, build, stored_parameters, transformer_config
+from .model import (
+    ModelOptions,
+    build,
+    padding_mask,
+    stored_parameters,
+    transformer_config,
+)
 from .parallel import Layout, Parallel, import_megatron
 from .state import RankState
 
@@ -130,6 +136,36 @@ class Engine:
             control=p.control_group,
         )
 
+    def facts(self) -> dict[str, object]:
+        """What the model is under the names of Megatron's arguments."""
+        c, model = self.config, self.model
+        rope = self.modules[0].rotary_base if hasattr(self.modules[0], "rotary_base") else None
+        learned = "pos" in model.sizes
+        return {
+            "num_layers": c.num_layers,
+            "hidden_size": c.hidden_size,
+            "ffn_hidden_size": c.ffn_hidden_size,
+            "num_attention_heads": c.num_attention_heads,
+            "num_query_groups": c.num_query_groups,
+            "group_query_attention": c.num_query_groups != c.num_attention_heads,
+            "kv_channels": c.kv_channels,
+            "max_position_embeddings": model.config.get(
+                "max_position_embeddings", model.config.get("n_positions")
+            ),
+            "rotary_base": rope,
+            "rotary_percent": getattr(self.modules[0], "rotary_percent", None),
+            "norm_epsilon": c.layernorm_epsilon,
+            "swiglu": c.gated_linear_unit,
+            "add_bias_linear": c.add_bias_linear,
+            "add_qkv_bias": c.add_qkv_bias,
+            "qk_layernorm": c.qk_layernorm,
+            "normalization": c.normalization,
+            "position_embedding_type": "learned_absolute" if learned else "rope",
+            "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
+            "orig_vocab_size": model.sizes["vocab"],
+            "padded_vocab_size": self.rank_state().placement.sizes["padded_vocab"],
+        }
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for chunk in self.chunks:
@@ -153,7 +189,7 @@ class Engine:
         same step follow. ``weight`` scales gradients, not the loss. With ``collect`` the last
         stage's logits [b, s, vocab of its tp rank] come back as well.
         """
-        count = self._count_tokens(batches)
+        count = self._count_tokens(batches, forward_only)
         run = _Run(len(batches) * weight / count, loss_function, collect)
         self.config.finalize_model_grads_func = self._finalize if reduce else None
         schedules = import_megatron("pipeline_parallel.schedules")
@@ -180,12 +216,14 @@ class Engine:
     def _on_device(self, batch: Batch) -> Batch:
         return {k: v.to(self.parallel.device, non_blocking=True) for k, v in batch.items()}
 
-    def _count_tokens(self, batches: Sequence[Batch]) -> float:
+    def _count_tokens(self, batches: Sequence[Batch], forward_only: bool) -> float:
         """Tokens that count toward the loss, over all data-parallel ranks."""
         count = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in batches)
         box = torch.tensor([float(count)], dtype=torch.float64, device=self.parallel.device)
         group = import_megatron("parallel_state").get_data_parallel_group()
         dist.all_reduce(box, group=group)
+        if box.item() == 0 and forward_only:
+            return 1.0  # nothing to predict: only logits are wanted
         if box.item() == 0:
             raise TrainError("no token of this batch counts toward the loss: every label is masked")
         return float(box.item())
@@ -201,6 +239,36 @@ class Engine:
             group = state.get_pipeline_model_parallel_group()
             dist.broadcast(box, dist.get_global_rank(group, self.parallel.pp - 1), group=group)
         return float(box.item()) / count
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What sequence lengths must be a multiple of."""
+        return self.parallel.tp if self.layout.sequence_parallel else 1
+
+    def whole_logits(self, parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+        """Micro-batches' logits as [rows, length, vocab], on every rank of the replica.
+
+        ``parts`` are what ``forward_backward`` collected: empty but on the last stage.
+        """
+        state = import_megatron("parallel_state")
+        found, shape = None, [0, 0, 0]
+        if parts:
+            mine = torch.cat(list(parts))[:, :length].contiguous()
+            every = [torch.empty_like(mine) for _ in range(self.parallel.tp)]
+            dist.all_gather(every, mine, group=state.get_tensor_model_parallel_group())
+            found = torch.cat(every, -1)[..., : self.model.sizes["vocab"]].float().contiguous()
+            shape = list(found.shape)
+        if self.parallel.pp == 1:
+            assert found is not None
+            return found
+        group = state.get_pipeline_model_parallel_group()
+        last = dist.get_global_rank(group, self.parallel.pp - 1)
+        box = torch.tensor(shape, device=self.parallel.device)
+        dist.broadcast(box, last, group=group)
+        if found is None:
+            found = torch.empty(box.tolist(), device=self.parallel.device)
+        dist.broadcast(found, last, group=group)
+        return found
 
     def step(self) -> StepResult:
         """Clip, step, and hand the new weights to the model."""
@@ -232,14 +300,22 @@ def _forward_step(
     output = chunk(
         batch["tokens"],
         batch["position_ids"],
-        batch.get("attention_mask"),
+        padding_mask(batch.get("attention_mask")),
         labels=None if run.collect else batch["labels"],
     )
     return output, partial(_loss, run, batch)
 
 
 def _loss(run: _Run, batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The scaled loss to differentiate, and the plain sum to report. output: [b, s]."""
+    """The scaled loss to differentiate, and the plain sum to report.
+
+    output: [b, s] losses, or [b, s, v] logits of this tp rank where they are collected.
+    """
+    if run.collect:
+        run.logits.append(output.detach())
+        entropy = import_megatron("tensor_parallel").vocab_parallel_cross_entropy
+        labels = batch["labels"].transpose(0, 1).contiguous()
+        output = entropy(output.float().transpose(0, 1).contiguous(), labels).transpose(0, 1)
     if run.loss_function is not None:
         output = run.loss_function(batch, output)
     total = (output.float() * batch["loss_mask"]).sum()

@@ -81,12 +81,17 @@ def _config_file(text: str) -> Path:
 
 def settle(config: TrainConfig, model: Model, name: str) -> TrainConfig:
     """The configuration with what depends on the model filled in; TrainError where they clash."""
-    positions = model.config.get("max_position_embeddings", model.config.get("n_positions"))
-    learned = "pos" in model.sizes
-    sizes = settings.Sizes(
-        name, model.sizes["layer"], positions if isinstance(positions, int) else None, not learned
-    )
+    rotary = "pos" not in model.sizes
+    sizes = settings.Sizes(name, model.sizes["layer"], positions_of(model), rotary)
     return settings.for_model(config, sizes)
+
+
+def positions_of(model: Model) -> int | None:
+    """The longest sequence that a model has positions for."""
+    for key in ("max_position_embeddings", "n_positions"):
+        if isinstance(model.config.get(key), int):
+            return int(str(model.config[key]))
+    return None
 
 
 def check(config: TrainConfig) -> None:
@@ -176,6 +181,9 @@ class Trainer:
                 self.config.optimizer.check_for_nan,
             ),
         )  # fmt: skip
+        settings.check_expected(
+            self.config.model.expected, self.engine.facts(), str(self.source.config)
+        )
         self.engine.attach_optimizer(optimizer_spec(self.config))
         self.held: RankState = self.engine.rank_state()
         self.schedule = scheduler(self.config, self.engine.optimizer)
@@ -204,17 +212,16 @@ class Trainer:
     def _open_data(self) -> None:
         d, p = self.config.data, self.parallel
         assert d.seq_length is not None
-        positions = self.model.config.get("max_position_embeddings")
+        longest = positions_of(self.model)
         options: dict[str, Any] = {
             "tokenizer_dir": self.source.folder,
             "vocab_size": self.model.sizes["vocab"],
             "cache_dir": _cache_dir(),
             "rank": p.rank,
             "barrier": lambda: dist.barrier(group=p.control_group),
-            "quiet": not self.shows,
+            "quiet": p.rank != 0,
         }
         corpus = open_corpus(d.files, **options)
-        longest = positions if isinstance(positions, int) else None
         batch = self.config.batch
         self.batches = Batches(
             Samples(corpus, d.seq_length, self.config.seed, longest),
@@ -233,6 +240,7 @@ class Trainer:
                 micro_batch_size=batch.micro_batch_size,
                 dp_rank=p.dp_rank,
                 dp_size=p.dp,
+                max_positions=longest,
             )
 
     def _load(self) -> None:

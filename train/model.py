@@ -95,6 +95,7 @@ class _Traits:
     hidden_dropout: str = ""
     embedding_dropout: str = ""
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(H)
+    trains_padding: bool = False  # the padding token's embedding gets gradients
     scaled_init: bool = False  # output projections start smaller by sqrt(2 x layers)
 
 
@@ -113,6 +114,7 @@ _FAMILIES: Mapping[str, _Traits] = {
         attention_dropout="attn_pdrop",
         hidden_dropout="resid_pdrop",
         embedding_dropout="embd_pdrop",
+        trains_padding=True,
         scaled_init=True,
     ),
 }
@@ -162,6 +164,14 @@ class _Said:
     def number(self, key: str) -> float:
         """A config value; 0 for a key that the family does not have."""
         return float(getattr(self.hf, key)) if key else 0.0
+
+    @property
+    def padding_token(self) -> int | None:
+        """The token whose embedding transformers never trains (its head row it does)."""
+        pad = getattr(self.hf, "pad_token_id", None)
+        if pad is None or self.traits.trains_padding:
+            return None
+        return int(pad) % self.model.sizes["vocab"]  # -1 is the last row, as in nn.Embedding
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -679,16 +689,26 @@ def _set_frequencies(
 def _finish_embedding(
     chunk: GPTModel, said: _Said, config: TransformerConfig, options: ModelOptions
 ) -> None:
-    """The embedding's own dropout, and its factor."""
+    """The embedding's own dropout, its factor, and the padding token that it does not train."""
     if said.traits.embedding_dropout and options.hidden_dropout is None:
         chunk.embedding.embedding_dropout.p = said.number(said.traits.embedding_dropout)
+    words = chunk.embedding.word_embeddings
+    if (pad := said.padding_token) is not None:
+
+        def detach(
+            module: torch.nn.Module, args: tuple[torch.Tensor], output: torch.Tensor
+        ) -> torch.Tensor:
+            is_pad = args[0] == pad  # [B, S]
+            if words.reduce_scatter_embeddings:  # output is [S / tp, B, H]
+                is_pad = is_pad.t().chunk(config.tensor_model_parallel_size)[words.tp_group.rank()]
+            # contiguous, or every later activation would inherit the order of dims
+            return torch.where(is_pad.contiguous()[..., None], output.detach(), output)
+
+        words.register_forward_hook(detach)
     if said.traits.scaled_embedding:
-        weight = chunk.embedding.word_embeddings.weight
         # rounded to the weights' type, as the models were trained
-        factor = torch.tensor(config.hidden_size**0.5, dtype=weight.dtype, device=weight.device)
-        chunk.embedding.word_embeddings.register_forward_hook(
-            lambda module, args, output: output * factor
-        )
+        factor = torch.tensor(config.hidden_size**0.5).to(words.weight)
+        words.register_forward_hook(lambda module, args, output: output * factor)
 
 
 def _finish_logits(chunk: GPTModel, vocab: int, padded: int, softcap: float | None) -> None:

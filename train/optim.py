@@ -107,6 +107,7 @@ def build(
         group.update({"lr": spec.lr, "weight_decay": spec.weight_decay, **options})
         group["weight_decay"] *= group.get("wd_mult", 1.0)
         group["initial_lr"] = group["max_lr"] = group["lr"]
+        group.pop("min_lr", None)  # the schedule's own counts
     return made
 
 

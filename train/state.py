@@ -94,6 +94,8 @@ class RankState:
         self, state: str, name: str, tensor: torch.Tensor, start: int = 0, stop: int = -1
     ) -> Held:
         placed = live.find(self.placement.placed[self.coord], name)
+        if not self.sharded and stop >= 0:  # cut over a single rank: all of it
+            tensor, start, stop = tensor.view(placed.shape), 0, -1
         dtype = FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
         made = LiveTensor(state, placed, dtype, start, stop)
         assert tuple(tensor.shape) == made.shape, f"{name}: {tuple(tensor.shape)} {made.shape}"

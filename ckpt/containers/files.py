@@ -55,7 +55,7 @@ class Files:
         key = (path, write)
         fd = self._open.get(key)
         if fd is None:
-            if len(self._open) >= MAX_OPEN_FILES:
+            if len(self._open) >= max(2, MAX_OPEN_FILES):  # a copy holds two
                 os.close(self._open.popitem(last=False)[1])
             try:
                 fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)

@@ -7,20 +7,26 @@ an output before it exists: its files and the manifest of where their tensors li
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from . import families
 from .containers.blueprint import Blueprint, Index, Spec
+from .containers.files import regular_size
 from .errors import CheckpointError
-from .family import Family, evaluate, model_flags
+from .family import Family, evaluate, model_flags, placeholders
 from .manifest import Manifest, SideFile
 from .mesh import Mesh
 
 CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
 JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
+MAX_DEPTH = 100  # of JSON: what is read here must be writable again without deep recursion
+MAX_LAYERS = 10_000  # a config may say any number, and names are made for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +128,13 @@ def load_json(path: Path) -> dict[str, object]:
     def refuse(text: str) -> float:
         raise CheckpointError(f"{path}: holds the number {text}, which JSON does not have")
 
+    def finite(text: str) -> float:
+        return number if math.isfinite(number := float(text)) else refuse(text)
+
+    regular_size(str(path))
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, parse_constant=refuse, parse_float=finite)
     except CheckpointError:
         raise
     except OSError as error:
@@ -132,17 +143,53 @@ def load_json(path: Path) -> dict[str, object]:
         raise CheckpointError(f"{path}: is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object")
+    if _is_deep(value):
+        raise CheckpointError(f"{path}: holds values inside each other more than {MAX_DEPTH} deep")
     return value
 
 
-def read_digests(table: object) -> dict[str, tuple[int, str]]:
-    """File name -> (size, xxh3-128 or ""), from the ``files`` of a checkpoint.json."""
+def _is_deep(value: object) -> bool:
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a name that a file mentions is one of the same folder, and no path."""
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_digests(table: object, origin: Path) -> dict[str, tuple[int, str]]:
+    """File name -> (size, xxh3-128 or ""), from the ``files`` of ``origin``."""
+    if table is not None and not isinstance(table, dict):
+        raise CheckpointError(f"{origin}: files is a {type(table).__name__}, not name -> size")
     found = {}
-    for name, row in table.items() if isinstance(table, dict) else ():
+    for name, row in (table or {}).items():
+        if not is_file_name(name):
+            raise CheckpointError(f"{origin}: files names {name!r}, no file of its own folder")
         size = row.get("size") if isinstance(row, dict) else None
-        if not isinstance(name, str) or type(size) is not int:
-            raise CheckpointError(f"the entry of {name!r} in files has no whole number as size")
-        found[name] = (size, str(row.get("xxh3_128", "")))
+        mark = row.get("xxh3_128", "") if isinstance(row, dict) else ""
+        if type(size) is not int or not isinstance(mark, str):
+            raise CheckpointError(
+                f"{origin}: the entry of {name!r} in files has no whole number as size, or a "
+                "digest that is no text"
+            )
+        found[name] = (size, mark)
     return found
 
 
@@ -174,6 +221,9 @@ def model_from(config: Mapping[str, object], path: str, vocab_size: int | None =
         )
     family = families.find(config.get("model_type"), str(path))
     sizes = {"one": 1, **evaluate(family, config, str(path))}
+    for name in {name for rule in family.rules for name in placeholders(rule.name)}:
+        if sizes[name] > MAX_LAYERS:
+            raise CheckpointError(f"{path}: {sizes[name]} {name}s; the limit is {MAX_LAYERS}")
     if vocab_size is not None:
         sizes["vocab"] = vocab_size
     return Model(family, config, sizes, model_flags(family, config, str(path)))

@@ -25,6 +25,7 @@ from .manifest import PADDING
 from .mesh import Coord, Index, Mesh, Shard, split_evenly
 
 Sizes = Mapping[str, int]  # symbol of a dims string -> elements
+MAX_ROUNDS = 1 << 16  # a config may say any number of heads, and each is a piece
 Axes = Mapping[str, Shard | Index]  # mesh axis -> how it cuts a stored tensor
 
 
@@ -214,6 +215,9 @@ def _faults(rules: list[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, st
         broken = [c.fault(scope) for c in rule.checks]
         found.update(dict.fromkeys(text for text in broken if text))
         rounds = _rounds(rule, scope, layout)
+        if rounds > MAX_ROUNDS:
+            found[f"{rule.name}: {rounds} rounds of the {rule.groups!r} packing"] = None
+            continue
         dims = _stored_dims(rule, scope)
         for dim, segments in enumerate(dims):
             if len(segments) > 1 and not (rule.pad and dim == 0):

@@ -68,10 +68,10 @@ def split_evenly(
     ``what`` (``layer``, ``expert``) and ``axis`` are for the message.
     """
     if count % ranks:
-        hint = f"; name the stages with --pp-layers, for example {_uneven(count, ranks)}"
-        raise CheckpointError(
-            f"{count} {what}s do not divide over {axis}={ranks}{hint if axis == 'pp' else ''}"
-        )
+        hint = ""
+        if axis == "pp" and ranks <= count:
+            hint = f"; name the stages with --pp-layers, for example {_uneven(count, ranks)}"
+        raise CheckpointError(f"{count} {what}s do not divide over {axis}={ranks}{hint}")
     return split_by_counts(count, (count // ranks,) * ranks)
 
 

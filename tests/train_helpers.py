@@ -59,14 +59,16 @@ def launch(
 
 def _serve(target: str, world: int, folder: Path, args: Sequence[object]) -> int:
     """Import everything, fork the ranks, wait for all; the exit code."""
-    os.environ.update(LOCAL_WORLD_SIZE=str(world), WORLD_SIZE=str(world), TORCH_CPP_LOG_LEVEL="ERROR")
+    os.environ.update(
+        LOCAL_WORLD_SIZE=str(world), WORLD_SIZE=str(world), TORCH_CPP_LOG_LEVEL="ERROR"
+    )
     from shardwright.train import cpu
     from shardwright.train.parallel import import_megatron
 
     cpu.install()
     for name in ("models.gpt", "distributed", "pipeline_parallel", "optimizer"):
         import_megatron(name)
-    importlib.import_module("transformers").CONFIG_MAPPING  # noqa: B018: what it loads lazily
+    getattr(importlib.import_module("transformers"), "CONFIG_MAPPING")  # noqa: B009  (lazy)
     module, function = target.split(":")
     call = getattr(importlib.import_module(module), function)
     with socket.socket() as probe:
@@ -111,7 +113,7 @@ class Batch:
 
 
 def micro_batches(
-    vocab: int, count: int = 4, batch: int = 2, length: int = 12, seed: int = 0
+    vocab: int, count: int = 2, batch: int = 2, length: int = 12, seed: int = 0
 ) -> list[Batch]:
     """Random tokens; some labels beside the last are ignored, in different numbers per batch."""
     random = torch.Generator().manual_seed(seed)

@@ -158,6 +158,9 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> 
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, stop)
+    for stream in (sys.stdout, sys.stderr):  # file names are bytes, not all of them are text
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return command(dashed(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -166,6 +169,11 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> 
     except BrokenPipeError:
         # The reader of our output has gone; closing stdout again would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return REFUSED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return REFUSED
     except ValueError as error:
         if type(error).__name__ not in ("CheckpointError", "TrainError"):

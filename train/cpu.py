@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ def _turn_off_compilation() -> None:
     """No torch.compile: megatron decorates small functions with it, and each would call g++."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:  # it has read the variable already
-        sys.modules["torch._dynamo"].config.disable = True  # type: ignore[attr-defined]
+        sys.modules["torch._dynamo"].config.disable = True
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -68,16 +69,16 @@ class _CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., object],
+        func: Any,
         types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # gradient clipping and the optimizers compare with "torch.cuda.FloatTensor"
-            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+            return str(func(args[0])).replace("torch.", "torch.cuda.", 1)
         if any(_is_cuda(value) for value in args):
             args = [_CPU if _is_cuda(value) else value for value in args]
         if kwargs:
@@ -117,8 +118,10 @@ class _Idle:
     def elapsed_time(self, end: object) -> float:
         return 0.0  # milliseconds
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing  # record, wait_stream, synchronize, ...
+    def __getattr__(self, name: str) -> Callable[..., _Idle]:
+        if name.startswith("_"):  # protocols that Python asks objects about
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self  # wait_stream, synchronize, record_event -> an event
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -284,8 +287,8 @@ def _redirect_megatron() -> None:
     """megatron's own two accessors of CUDA's random state, and a name that it forgot."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says at length that Apex is absent
-        random = import_module("megatron.core.tensor_parallel.random")
-        moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
+        random: Any = import_module("megatron.core.tensor_parallel.random")
+        moe_utils: Any = import_module("megatron.core.transformer.moe.moe_utils")
 
     def get_state(
         device: object = "cuda", clone: bool = False, graph_safe: bool = False

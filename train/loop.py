@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwright.ckpt.checkpoint import Model, load_model
 from shardwright.ckpt.formats.side_files import side_files
 from shardwright.ckpt.manifest import SideFile
-from shardwright.ckpt.reader import follow, is_checkpoint
+from shardwright.ckpt.reader import LATEST, follow, is_checkpoint
 
 from . import config as settings
 from .config import TrainConfig
@@ -291,26 +291,27 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, evaluate, save."""
         _on_signals(self)
-        steps = self.config.steps or 0
+        steps, eval_interval = self.config.steps or 0, self.config.data.eval_interval
         per_token = flops_per_token(self.model, self.config.data.seq_length or 0)
-        saved = -1
-        while self.step < steps and not self._asked_to_stop():
+        saved, stopped = -1, False
+        while self.step < steps and not (stopped := self._asked_to_stop()):
             self._one_step(per_token)
             saving = self.config.saving
             self.saver.poll()
             if saving.save_interval and self.step % saving.save_interval == 0:
                 self._save()
                 saved = self.step
-            if self.evaluation is not None and self.step % self.config.data.eval_interval == 0:
+            if self.evaluation is not None and self.step % eval_interval == 0:
                 self._evaluate()
-        if self.evaluation is not None and self.step % self.config.data.eval_interval:
+        if self.evaluation is not None and not stopped and self.step % eval_interval:
             self._evaluate()
         if self.save_dir is not None and saved != self.step:
             self._save()
         self.saver.wait()
         self.metrics.close()
-        if self.stop:
-            self.say(f"stopped at step {self.step}, which is saved; go on with --resume")
+        if stopped:
+            saved_too = ", which is saved; go on with --resume" if self.save_dir else ""
+            self.say(f"stopped at step {self.step}{saved_too}")
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank got a signal; the ranks agree, so that all save the same step."""
@@ -349,10 +350,14 @@ class Trainer:
         if math.isfinite(value) or not self.config.optimizer.check_for_nan:
             return
         self.saver.wait()
+        rank, world = self.engine.faulty_rank, self.parallel.world_size
+        where = f" (first on rank {rank} of {world})" if rank is not None else ""
+        latest = self.save_dir / LATEST if self.save_dir else None
+        kept = f"{self.save_dir}/{latest.read_text().strip()}" if latest and latest.exists() else None
         raise TrainError(
-            f"step {self.step + 1}: the {what} is {value} (seen on rank {self.parallel.rank} of "
-            f"{self.parallel.world_size}); nothing was saved after step {self.step}. Lower the "
-            "learning rate, or pass --no-check-for-nan-in-loss-and-grad to go on"
+            f"step {self.step + 1}: the {what} is {value}{where}; the last checkpoint is "
+            f"{kept or 'none'}. Lower the learning rate "
+            "(MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
         )
 
     def _evaluate(self) -> None:

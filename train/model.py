@@ -21,7 +21,8 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,9 @@ class ModelOptions:
     deterministic: bool = False  # bit-equal repeats; turns on torch.use_deterministic_algorithms
     vocab_multiple: int = 128  # vocabulary rows are padded to a multiple of this times tp
     distribute_saved_activations: bool = False  # full: each tp rank keeps 1/tp of the inputs
+    fusions: bool = True  # on a GPU: fused kernels where megatron-core has many small ones
+    # on a GPU: replay layers as CUDA graphs; None where launches, not kernels, take the time
+    cuda_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -68,15 +72,19 @@ class ModelOptions:
         ):
             if value not in known:
                 raise TrainError(f"{name}={value!r}: must be one of {', '.join(map(str, known))}")
-        if self.vocab_multiple < 1:
-            raise TrainError(f"vocab_multiple={self.vocab_multiple}: must be at least 1")
+        for name, number in (
+            ("vocab_multiple", self.vocab_multiple),
+            ("recompute_num_layers", self.recompute_num_layers),
+        ):
+            if number is not None and number < 1:
+                raise TrainError(f"{name}={number}: must be at least 1")
         if self.recompute != "full":
             for name in ("recompute_method", "recompute_num_layers"):
                 if (value := getattr(self, name)) is not None:
-                    raise TrainError(f"{name}={value!r} needs full recomputation, not {self.recompute}")
+                    raise TrainError(f"{name}={value!r}: recompute is {self.recompute}, not full")
             if self.distribute_saved_activations:
                 raise TrainError(
-                    f"distribute_saved_activations needs full recomputation, not {self.recompute}"
+                    f"distribute_saved_activations: recompute is {self.recompute}, not full"
                 )
         if self.fused_cross_entropy and self.precision == "fp32":
             raise TrainError(
@@ -161,14 +169,22 @@ class _Said:
         """Whether each layer has this tensor."""
         return LAYER + name in self.rows
 
+    def value(self, key: str) -> Any:
+        """A config value; None for a key that the config's class does not declare.
+
+        A file may hold such a key; the family's model does not read it.
+        """
+        known = hasattr(type(self.hf), key) or key in signature(type(self.hf)).parameters
+        return getattr(self.hf, key, None) if known else None
+
     def number(self, key: str) -> float:
-        """A config value; 0 for a key that the family does not have."""
-        return float(getattr(self.hf, key)) if key else 0.0
+        """A config value as a number; 0 where there is none."""
+        return float(self.value(key) or 0.0)
 
     @property
     def padding_token(self) -> int | None:
         """The token whose embedding transformers never trains (its head row it does)."""
-        pad = getattr(self.hf, "pad_token_id", None)
+        pad = self.value("pad_token_id")
         if pad is None or self.traits.trains_padding:
             return None
         return int(pad) % self.model.sizes["vocab"]  # -1 is the last row, as in nn.Embedding
@@ -176,9 +192,8 @@ class _Said:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """For each layer the keys that a query sees, its own included; None: all before it."""
-        width = getattr(self.hf, "sliding_window", None)
-        count = self.model.sizes["layer"]
-        kinds = getattr(self.hf, "layer_types", None) or ["sliding_attention"] * count
+        width = self.value("sliding_window")
+        kinds = self.value("layer_types") or ["sliding_attention"] * self.model.sizes["layer"]
         return tuple(width if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -208,7 +223,11 @@ def _hf_config(model: Model) -> PretrainedConfig:
         raise TrainError(
             "training needs transformers; install it with: pip install 'shardwright[train]'"
         ) from error
-    return CONFIG_MAPPING[str(model.config["model_type"])].from_dict(dict(model.config))
+    name = str(model.config["model_type"])
+    try:
+        return CONFIG_MAPPING[name].from_dict(dict(model.config))
+    except Exception as error:  # its validation raises types that only newer versions have
+        raise TrainError(f"transformers cannot read this {name} config: {error}") from error
 
 
 def _rope(hf: PretrainedConfig) -> Mapping[str, object]:
@@ -222,24 +241,25 @@ def _rope(hf: PretrainedConfig) -> Mapping[str, object]:
 
 def _inexpressible(said: _Said) -> list[str]:
     """The reasons why this model cannot be computed exactly; empty if it can."""
-    hf, reasons = said.hf, []
+    reasons = []
     if said.rope and said.rope["rope_type"] not in _ROPE:
         reasons.append(
             f"rotary embeddings of type {said.rope['rope_type']!r} (known: {', '.join(_ROPE)}), "
             "which scale more than the frequencies"
         )
-    activation = getattr(hf, said.traits.activation)
+    activation = said.value(said.traits.activation)
     if activation not in _ACTIVATIONS:
         reasons.append(
             f"the activation {activation!r} ({said.traits.activation}; known: "
             f"{', '.join(_ACTIVATIONS)})"
         )
-    for key in ("use_bidirectional_attention", "add_cross_attention"):
-        if getattr(hf, key, None):
-            reasons.append(f"{key}, since a GPTModel is causal and has no encoder")
-    for kind in set(getattr(hf, "layer_types", None) or ()):
-        if kind not in ("full_attention", "sliding_attention"):
-            reasons.append(f"layers of the type {kind!r}")
+    reasons += [
+        f"{key}, since a GPTModel is causal and has no encoder"
+        for key in ("use_bidirectional_attention", "add_cross_attention")
+        if said.value(key)
+    ]
+    kinds = set(said.value("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    reasons += [f"layers of the type {kind!r}" for kind in sorted(kinds)]
     reasons += [f"the tensor {row}" for row in said.rows if not _BUILDABLE.fullmatch(row)]
     return reasons
 
@@ -252,22 +272,42 @@ def transformer_config(
     Gradients are sums over tokens, which ``finalize_model_grads`` divides by their number
     (``calculate_per_token_loss``). TrainError or CheckpointError names what does not fit.
     """
-    said = _read(model)
+    assert (parallel.tp, parallel.pp) == (layout.tp, layout.pp), "a rank of another layout"
+    return _config(_read(model), layout, options)
+
+
+def _config(said: _Said, layout: Layout, options: ModelOptions) -> TransformerConfig:
+    model = said.model
     _check_layout(model, layout, options)
     fields = {
         **_architecture(said),
         **_randomness(said, options),
         **_parallelism(model.sizes["layer"], layout, options),
-        **_recomputation(layout, options),
+        **_recomputation(model.sizes["layer"], layout, options),
         "cross_entropy_loss_fusion": options.fused_cross_entropy,
+        **_fusions(said, options),
         "deterministic_mode": options.deterministic,
         "calculate_per_token_loss": True,
         "cuda_graph_scope": [],  # the default is a deprecated spelling of this
     }
     made = import_megatron("transformer.transformer_config").TransformerConfig
-    with warnings.catch_warnings():  # that recomputing core attention is for local layers: it is
+    with warnings.catch_warnings():  # of recomputing Transformer Engine's attention: ours is not
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         return made(**fields)
+
+
+def _fusions(said: _Said, options: ModelOptions) -> dict[str, object]:
+    """The fused kernels of a GPU: megatron's own, and those that ``fusions`` puts in."""
+    if not options.fusions or not torch.cuda.is_available():
+        return {}
+    architecture = _architecture(said)
+    swiglu = architecture["activation_func"] is F.silu and architecture["gated_linear_unit"]
+    return {
+        "apply_rope_fusion": bool(said.rope),
+        "bias_activation_fusion": bool(swiglu),
+        "cross_entropy_fusion_impl": "te",
+        "gradient_accumulation_fusion": True,
+    }
 
 
 def _check_layout(model: Model, layout: Layout, options: ModelOptions) -> None:
@@ -286,8 +326,11 @@ def _architecture(said: _Said) -> dict[str, object]:
     sizes, rows = said.model.sizes, said.rows
     ffn = rows[LAYER + "mlp.linear_fc2.weight"].split()[1]
     layer_norm = said.has("input_layernorm.bias")
-    scalar = getattr(said.hf, "query_pre_attn_scalar", None)
-    scale = scalar**-0.5 if scalar is not None else None
+    scale = None  # 1 / sqrt(D)
+    if (scalar := said.value("query_pre_attn_scalar")) is not None:
+        scale = scalar**-0.5
+    if said.value("scale_attn_weights") is False:
+        scale = 1.0
     return {
         "num_layers": sizes["layer"],
         "hidden_size": sizes["h"],
@@ -302,8 +345,8 @@ def _architecture(said: _Said) -> dict[str, object]:
         "add_bias_linear": said.has("mlp.linear_fc1.bias"),
         "add_qkv_bias": said.has("self_attention.linear_qkv.bias"),
         "gated_linear_unit": "+" in rows[LAYER + "mlp.linear_fc1.weight"].split()[0],
-        "activation_func": _ACTIVATIONS[getattr(said.hf, said.traits.activation)],
-        "softmax_scale": scale if getattr(said.hf, "scale_attn_weights", True) else 1.0,
+        "activation_func": _ACTIVATIONS[said.value(said.traits.activation)],
+        "softmax_scale": scale,
     }
 
 
@@ -312,7 +355,7 @@ def _randomness(said: _Said, options: ModelOptions) -> dict[str, object]:
     std = said.number("initializer_range")
     attention, hidden = options.attention_dropout, options.hidden_dropout
     normal = import_megatron("utils").init_method_normal(std)
-    fields = {
+    fields: dict[str, object] = {
         "init_method_std": std,
         "attention_dropout": said.number(said.traits.attention_dropout)
         if attention is None
@@ -348,11 +391,12 @@ def _parallelism(num_layers: int, layout: Layout, options: ModelOptions) -> dict
         # Two neighbours that are each other's next and previous need sends apart from each other.
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": virtual == 1,
+        "batch_p2p_sync": False,  # waiting for the GPU after each exchange helped old torch only
         "deallocate_pipeline_outputs": True,
     }
 
 
-def _recomputation(layout: Layout, options: ModelOptions) -> dict[str, object]:
+def _recomputation(num_layers: int, layout: Layout, options: ModelOptions) -> dict[str, object]:
     """Which activations are computed a second time instead of kept."""
     if options.recompute == "none":
         return {}
@@ -363,10 +407,17 @@ def _recomputation(layout: Layout, options: ModelOptions) -> dict[str, object]:
             "distribute_saved_activations: sequence parallelism distributes them already; turn "
             "one of the two off"
         )
+    method, unit = options.recompute_method or "uniform", options.recompute_num_layers or 1
+    sizes = {len(chunk) for stage in layout.chunks(num_layers) for chunk in stage}
+    if method == "uniform" and any(size % unit for size in sizes):
+        raise TrainError(
+            f"recompute_num_layers={unit} does not divide the {min(s for s in sizes if s % unit)} "
+            "layers of a stage; name a divisor, or recompute_method block"
+        )
     return {
         "recompute_granularity": "full",
-        "recompute_method": options.recompute_method or "uniform",
-        "recompute_num_layers": options.recompute_num_layers or 1,
+        "recompute_method": method,
+        "recompute_num_layers": unit,
         "distribute_saved_activations": options.distribute_saved_activations,
     }
 
@@ -392,11 +443,9 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normed input, in its shape and type."""
-        weight = self.weight
         if self.zero_centered:  # 1 + weight has more digits than a small weight's own type
-            x, dtype, weight = x.float(), x.dtype, 1 + weight.float()
-            return self._norm(x, weight).to(dtype)
-        return self._norm(x, weight)
+            return self._norm(x.float(), 1 + self.weight.float()).to(x.dtype)
+        return self._norm(x, self.weight)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
@@ -444,13 +493,19 @@ class CoreAttention(torch.nn.Module):
         causality: [B, 1, 1, S] for padding, or [B, 1, S, S].
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [B, N or G, S, D]
-        visible = self._visible(q.shape[2], q.device, attention_mask)
+        visible, blind = self._visible(q.shape[2], q.device, attention_mask), None
+        if attention_mask is not None and visible is not None:
+            # a row without keys has no softmax; as in transformers' SDPA its result is zero
+            blind = ~visible.any(-1, keepdim=True)  # [B, 1, S, 1]: padding before the text
+            visible = visible | blind
         dropout = self.dropout if self.training else 0.0
         with self._rng(dropout):
             if self.softcap is not None:
                 out = self._capped(q, k, v, visible, dropout)
             else:
                 out = self._attend(q, k, v, visible, dropout)
+        if blind is not None:
+            out = out.masked_fill(blind, 0.0)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _rng(self, dropout: float) -> contextlib.AbstractContextManager[object]:
@@ -466,18 +521,17 @@ class CoreAttention(torch.nn.Module):
         self, length: int, device: torch.device, hidden: torch.Tensor | None
     ) -> torch.Tensor | None:
         """[1 or B, 1, S, S], true where a query sees a key; None for plain causality."""
-        binds = self.window is not None and length > self.window
-        if not binds and hidden is None and self.softcap is None:
+        window = self.window if self.window is not None and self.window < length else None
+        if window is None and hidden is None and self.softcap is None:
             return None
         at = torch.arange(length, device=device)
         distance = at[:, None] - at[None, :]
         seen = distance >= 0
-        if binds:
-            seen = seen & (distance < self.window)
+        if window is not None:
+            seen = seen & (distance < window)
         if hidden is None:
             return seen[None, None]
-        # A padding token sees itself, since a row without keys has no softmax.
-        return (seen & ~hidden) | (distance == 0)
+        return seen & ~hidden
 
     def _attend(
         self,
@@ -546,15 +600,16 @@ def build(
     ``labels`` a chunk of the last stage returns each token's loss [B, S] in fp32, without them
     the logits [B, S, V]; padded vocabulary rows have a logit of minus infinity in both.
     """
+    assert (parallel.tp, parallel.pp) == (layout.tp, layout.pp), "a rank of another layout"
     said = _read(model)
-    config = transformer_config(model, parallel, layout, options)
+    config = _config(said, layout, options)
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it said
         torch.use_deterministic_algorithms(True)
     chunks = layout.chunks(model.sizes["layer"])[parallel.pp_rank]
-    if len(chunks) > 1:
-        state = import_megatron("parallel_state")
-        state.set_virtual_pipeline_model_parallel_world_size(len(chunks))
+    import_megatron("parallel_state").set_virtual_pipeline_model_parallel_world_size(
+        len(chunks) if len(chunks) > 1 else None
+    )
     return [
         _build_chunk(said, config, parallel, options, virtual_stage=v, of=len(chunks))
         for v in range(len(chunks))
@@ -581,7 +636,7 @@ def _build_chunk(
         post_process=parallel.is_last_stage and virtual_stage == of - 1,
         share_embeddings_and_output_weights="tie_word_embeddings" in model.flags,
         position_embedding_type="rope" if said.rope else "learned_absolute",
-        rotary_percent=said.rope.get("partial_rotary_factor", 1.0),
+        rotary_percent=said.rope.get("partial_rotary_factor") or 1.0,
         rotary_base=said.rope.get("rope_theta", 0),
         vp_stage=virtual_stage if of > 1 else None,
     )
@@ -596,7 +651,7 @@ def _build_chunk(
     if chunk.pre_process:
         _finish_embedding(chunk, said, config, options)
     if chunk.post_process:
-        softcap = getattr(said.hf, "final_logit_softcapping", None)
+        softcap = said.value("final_logit_softcapping")
         _finish_logits(chunk, model.sizes["vocab"], vocab, softcap)
     _zero_padding(chunk, model.sizes["vocab"], parallel.tp_rank)
     return chunk
@@ -622,8 +677,8 @@ def _block_spec(said: _Said, config: TransformerConfig, virtual_stage: int | Non
         core_attention=functools.partial(
             CoreAttention,
             windows=said.windows,
-            softcap=getattr(said.hf, "attn_logit_softcapping", None),
-            by_layer=bool(getattr(said.hf, "scale_attn_by_inverse_layer_idx", False)),
+            softcap=said.value("attn_logit_softcapping"),
+            by_layer=bool(said.value("scale_attn_by_inverse_layer_idx")),
         ),
         linear_proj=linear(linears.RowParallelLinear, "self_attention.linear_proj"),
         q_layernorm=qk_norm,
@@ -650,7 +705,7 @@ def _block_spec(said: _Said, config: TransformerConfig, virtual_stage: int | Non
 def _with_bias(kind: type, bias: bool) -> type:
     """A parallel linear layer with or without bias; megatron has one switch for all of them."""
 
-    class Linear(kind):  # type: ignore[misc]
+    class Linear(kind):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **{**kwargs, "bias": bias})
 
@@ -757,7 +812,7 @@ def stored_parameters(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Wrappers around the chunk (data parallelism) are looked through.
     """
     while hasattr(chunk, "module"):
-        chunk = chunk.module
-    layers = chunk.decoder.layers  # type: ignore[union-attr]
-    first = layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[index,arg-type,union-attr,operator]
+        chunk = chunk.module  # type: ignore[assignment]
+    layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
+    first = layers[0].layer_number - 1 if len(layers) else 0
     return {stored_name(name, first): p for name, p in chunk.named_parameters()}

@@ -108,7 +108,17 @@ def build(
         group["weight_decay"] *= group.get("wd_mult", 1.0)
         group["initial_lr"] = group["max_lr"] = group["lr"]
         group.pop("min_lr", None)  # the schedule's own counts
+    _fuse(OptimizerView(made))
     return made
+
+
+def _fuse(view: OptimizerView) -> None:
+    """On a GPU: let torch's Adam step all tensors in one kernel."""
+    for part in view.parts:
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in part.optimizer.param_groups:
+                if all(param.is_cuda for param in group["params"]):
+                    group.update(fused=True, foreach=False)
 
 
 def _membership(
@@ -169,13 +179,14 @@ class OptimizerView:
 
     def step(self) -> int:
         """Optimizer steps done; the same for every parameter."""
-        steps = {
-            int(state["step"])
+        found = [
+            torch.as_tensor(state["step"])
             for part in self.parts
             if part.optimizer is not None
             for state in part.optimizer.state.values()
             if "step" in state
-        }
+        ]
+        steps = {int(step) for step in torch.stack(found).tolist()} if found else set()
         assert len(steps) <= 1, f"parameters differ in their step: {steps}"
         return steps.pop() if steps else 0
 
@@ -199,7 +210,8 @@ def _fill_state(
     """What torch's optimizers create in their first step."""
     state = inner.state[param]
     if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        where = param.device if group.get("fused") or group.get("capturable") else None
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device=where))
         for name in ("exp_avg", "exp_avg_sq"):
             state.setdefault(name, torch.zeros_like(param.data))
     elif group.get("momentum", 0.0) and state.get("momentum_buffer") is None:

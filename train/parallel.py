@@ -8,12 +8,14 @@ data-parallel, then pp.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
@@ -139,6 +141,7 @@ class Parallel:
         return self.pp_rank == self.pp - 1
 
 
+@functools.cache
 def import_megatron(name: str) -> ModuleType:
     """A module of megatron-core, without its warnings that Apex is absent.
 
@@ -146,14 +149,14 @@ def import_megatron(name: str) -> ModuleType:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            return import_module(f"megatron.core.{name}")
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("megatron"):
-                raise
-            raise TrainError(
-                "training needs megatron-core; install it with: pip install 'shardwright[train]'"
-            ) from error
+        return import_module(f"megatron.core.{name}")
+
+
+def _need_megatron() -> None:
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise TrainError(
+            "training needs megatron-core; install it with: pip install 'shardwright[train]'"
+        )
 
 
 def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parallel:
@@ -164,6 +167,7 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
     each collective, in seconds. TrainError where the world does not fit the layout.
     """
     global _control
+    _need_megatron()
     world_size = _world_size()
     dp = layout.data_parallel(world_size)
     local_rank = _environment("LOCAL_RANK", 0)
@@ -248,6 +252,9 @@ def _device(local_rank: int) -> torch.device:
             "visible; start one process per GPU"
         )
     torch.cuda.set_device(local_rank)
+    from . import fusions
+
+    fusions.install()
     return torch.device("cuda", local_rank)
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+_PER_STAGE = 100  # between the seeds of two pipeline stages, as at the start of a run
+
 
 def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """This process's random states as (tensors, text metadata)."""
@@ -62,10 +64,14 @@ def reseed(seed: int, step: int, rank: int) -> None:
     mixed = (seed * 1_000_003 + step * 1_009 + rank) % (1 << 31)
     random.seed(mixed)
     np.random.seed(mixed)
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     torch.manual_seed(mixed)
-    model_parallel_cuda_manual_seed((seed * 1_000_003 + step * 1_009) % (1 << 31))
+    # what the tp ranks of a stage draw together, such as dropout of whole activations
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    shared = seed * 1_000_003 + step * 1_009 + _PER_STAGE * stage
+    model_parallel_cuda_manual_seed(shared % (1 << 31))
 
 
 def _as_tensor(state: object) -> torch.Tensor:

@@ -30,6 +30,7 @@ from shardwright.ckpt.formats import live, shard_names, shards_out
 from shardwright.ckpt.formats.live import LiveTensor
 from shardwright.ckpt.manifest import Manifest, SideFile, category_of
 from shardwright.ckpt.mesh import Coord, Mesh
+from shardwright.ckpt.publish import _exchange as exchange
 from shardwright.ckpt.reader import LATEST, read_checkpoint
 
 from . import rng
@@ -310,6 +311,8 @@ class Saver:
         found = []
         if held.dp_rank == 0:
             found.append(self._snapshot(stage, "model", held.coord, held.weights(), target))
+        if held.optimizer is not None:
+            held.optimizer.init_state()  # before the first step too: a state that can be loaded
         moments = [] if self.weights_only else held.moments()
         if moments and (held.sharded or held.dp_rank == 0):
             coord = (*held.coord, ("dp", held.dp_rank)) if held.sharded else held.coord
@@ -397,11 +400,8 @@ class Saver:
         _write_text(pending.stage / shard_names.CHECKPOINT, text)
         _sync_folder(pending.stage)
         if pending.final.exists():
-            old = pending.final.parent / f".{pending.final.name}.replaced"
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(pending.final, old)
-            os.rename(pending.stage, pending.final)
-            shutil.rmtree(old)
+            exchange(pending.stage, pending.final)
+            shutil.rmtree(pending.stage)
         else:
             os.rename(pending.stage, pending.final)
         pointer = pending.final.parent / f".{LATEST}.partial"

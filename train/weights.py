@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,10 +11,15 @@ from shardwright.ckpt.box import full, row_major
 from shardwright.ckpt.checkpoint import Model
 from shardwright.ckpt.dtypes import FROM_TORCH, TO_TORCH
 from shardwright.ckpt.executor import Budget, Mover, run_units, units
+from shardwright.ckpt.family import logical_shapes
 from shardwright.ckpt.formats import live
-from shardwright.ckpt.manifest import Chunk, Manifest, TensorMeta, View, is_padding
+from shardwright.ckpt.formats.shards_out import placement
+from shardwright.ckpt.manifest import PADDING, Chunk, Manifest, TensorMeta, View, is_padding
 from shardwright.ckpt.planner import Copy, plan
 
+from .engine import mesh_of
+from .parallel import Layout, Parallel
+from .plugin import raise_faults
 from .state import RankState, _bytes
 
 _HF = "hf:"  # keys of buffers that hold the transformers model
@@ -41,6 +45,27 @@ def parameter_names(original: Any, model: Model) -> dict[int, str]:
     return found
 
 
+def check_names(original: Any, model: Model) -> None:
+    """TrainError unless the transformers model has exactly the tensors of its family."""
+    rules = model.family.select(model.flags)
+    expected = logical_shapes(rules, {**model.sizes, "padded_vocab": model.sizes["vocab"]})
+    tensors = logical_tensors(original, model)
+    faults = [f"has {name}, which megatron-core's model has not" for name in
+              sorted(tensors.keys() - expected.keys())]  # fmt: skip
+    faults += [f"lacks {name}" for name in sorted(expected.keys() - tensors.keys())]
+    faults += [
+        f"{name} is {tuple(tensors[name].shape)}, its config says {shape}"
+        for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    faults += [
+        f"{name} is on the meta device; load the weights first"
+        for name, tensor in tensors.items()
+        if tensor.is_meta
+    ]
+    raise_faults(f"prepare: {type(original).__name__}", faults)
+
+
 def take(original: Any, held: RankState) -> None:
     """Fill this rank's weights from the transformers model, rank 0's where they differ."""
     tensors = {
@@ -48,8 +73,6 @@ def take(original: Any, held: RankState) -> None:
         for name, tensor in logical_tensors(original, held.model).items()
     }
     for tensor in tensors.values():
-        if tensor.is_meta:
-            raise ValueError("the model is on the meta device; load its weights first")
         dist.broadcast(tensor, 0, group=held.control)
     source = Manifest(
         {n: TensorMeta(tuple(t.shape), _dtype(t)) for n, t in tensors.items()},
@@ -137,11 +160,15 @@ def _everyone(held: RankState, dtype: str) -> Manifest:
     return Manifest(metas, chunks)
 
 
-def stored_parts(held: RankState) -> Mapping[str, list[str]]:
-    """Stored name -> the logical tensors packed into it, for this rank's tensors."""
+def stored_parts(
+    model: Model, layout: Layout, parallel: Parallel, vocab_multiple: int
+) -> dict[str, list[str]]:
+    """Stored name -> the logical tensors packed into it, for the tensors of this rank."""
+    here = placement(model, mesh_of(model, layout), vocab_multiple)
+    coord = (("tp", parallel.tp_rank), ("pp", parallel.pp_rank))
     return {
-        placed.name: sorted({p.fqn for p in placed.pieces if not is_padding(p.fqn)})
-        for placed in held.placement.placed[held.coord]
+        placed.name: sorted({p.fqn.removeprefix(PADDING) for p in placed.pieces})
+        for placed in here.placed[coord]
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,17 @@ _REFUSALS = {
     errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM,
     errno.EACCES, errno.ETXTBSY, errno.EOVERFLOW, errno.ENOTSUP, errno.EIO,
 }  # fmt: skip
+
+
+def regular_size(path: str) -> int:
+    """Bytes of a regular file; opening a pipe would wait for a writer, a device has no end."""
+    try:
+        info = os.stat(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(info.st_mode):
+        raise CheckpointError(f"{path}: is not a regular file")
+    return info.st_size
 
 
 class Files:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -17,14 +16,16 @@ from ..box import row_major
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError
 from .blueprint import Blueprint, Entry, Index, Spec
+from .files import regular_size
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMS = 64  # torch's and NumPy's own limit
 ALIGN_BYTES = 8  # the header is padded so that the data starts on this boundary
 
 
 def index(path: str) -> Index:
     """The tensors of a file; raises CheckpointError on anything the format does not allow."""
-    size = os.path.getsize(path)
+    size = regular_size(path)
     with open(path, "rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
@@ -53,9 +54,11 @@ def _parse(path: str, raw: bytes) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{path}: the header names {twice!r} twice")
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise CheckpointError(f"{path}: the header names {_short(name)} twice")
+                seen.add(name)
         return table
 
     try:
@@ -77,6 +80,8 @@ def _metadata(path: str, table: object) -> dict[str, str]:
 
 def _entry(path: str, name: str, row: object, base: int, size: int) -> Entry:
     """One header row as a view; ``base`` is where the data starts in the file."""
+    if not _is_unicode(name):
+        raise CheckpointError(f"{path}: {_short(name)} is no name of a tensor: no Unicode")
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
             f"{path}: {name}: needs exactly dtype, shape and data_offsets, got {_short(row)}"
@@ -88,6 +93,12 @@ def _entry(path: str, name: str, row: object, base: int, size: int) -> Entry:
         raise CheckpointError(
             f"{path}: {name}: shape {_short(shape)} and data_offsets {_short(span)} "
             "must be whole numbers of at least 0"
+        )
+    # with the zeros left out, since strides are made of the other sizes
+    if len(shape) > MAX_DIMS or math.prod(n for n in shape if n) * ITEMSIZE[dtype] >= 2**63:
+        raise CheckpointError(
+            f"{path}: {name}: shape {_short(shape)} has over {MAX_DIMS} dims or needs over "
+            "2**63 bytes"
         )
     start, stop = span
     need = math.prod(shape) * ITEMSIZE[dtype]
@@ -102,6 +113,14 @@ def _entry(path: str, name: str, row: object, base: int, size: int) -> Entry:
             "the file is truncated"
         )
     return Entry(name, dtype, tuple(shape), row_major(tuple(shape)), base + start)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which no file can be given as a name
+        return False
+    return True
 
 
 def _is_counts(value: object) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import BinaryIO
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError
 from .blueprint import Blueprint, Checksum, Entry, Index, Spec
+from .files import regular_size
 from .pickles import (
     Global,
     StorageRef,
@@ -83,12 +83,12 @@ def index(path: str) -> Index:
     ``extra`` is the rest: each top-level value that is not itself a tensor, under its key. A
     dict among them holds its tensors as ``TensorRef``. A file that is one tensor names it "".
     """
-    return index_span(path, 0, os.path.getsize(path))
+    return index_span(path, 0, regular_size(path))
 
 
 def index_span(path: str, start_bytes: int, length_bytes: int) -> Index:
     """``index`` of an archive that is a part of a file; offsets are from the file's start."""
-    size = os.path.getsize(path)
+    size = regular_size(path)
     if not 0 <= start_bytes <= start_bytes + length_bytes <= size:
         raise CheckpointError(
             f"{path}: bytes {start_bytes} to {start_bytes + length_bytes} of a file of {size} "

@@ -80,7 +80,8 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     sides = side_files(folder) if path.is_dir() else ()
     result.manifest = Manifest(metas, chunks.by_name, {}, sides)
     if (folder / CHECKSUMS).is_file() and path.is_dir():
-        result.digests = read_digests(load_json(folder / CHECKSUMS).get("files"))
+        table = load_json(folder / CHECKSUMS)
+        result.digests = read_digests(table.get("files"), folder / CHECKSUMS)
     return result
 
 
@@ -145,8 +146,9 @@ def _model(config: Path | None, options: ReadOptions) -> Model | None:
     """The family's view of the config; None where there is no table for the model."""
     if config is None:
         return None
-    known = load_json(config).get("model_type") in tables()
-    return load_model(config, options.vocab_size) if known else None
+    kind = load_json(config).get("model_type")
+    known = not isinstance(kind, str) or kind in tables()
+    return load_model(config, options.vocab_size) if known and kind is not None else None
 
 
 def _indices(path: Path) -> Iterator[Index]:
@@ -159,7 +161,7 @@ def _indices(path: Path) -> Iterator[Index]:
             file = resolve(path, single, path)
             yield container_of(file).index(str(file))
             return
-        if (path / index).exists():
+        if (path / index).exists() or (path / index).is_symlink():
             yield from _split_indices(path, path / index)
             return
     parts = sorted(c.name for c in path.iterdir() if _SPLIT.fullmatch(c.name))

@@ -5,6 +5,7 @@ Shared by the reader (shards.py) and the designer (shards_out.py), so that a nam
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..mesh import AXES, Coord, Mesh
 NAME = "shards"
 VERSION = "1.0"
 CHECKPOINT = "checkpoint.json"
+MAX_RANKS = 1 << 17  # files of one kind; a damaged mesh must not be counted through
 FILE = re.compile(r"(model|pytorch_model|optimizer)((?:_[a-z]+_\d+)+)\.(safetensors|bin)")
 
 
@@ -66,10 +68,12 @@ def check_files(
 ) -> None:
     """The set of files must be the mesh's, no more and no less."""
     mesh = Mesh(tuple(shape.items()))
+    says = " ".join(f"{axis}={size}" for axis, size in shape.items())
+    if math.prod(shape.values()) > MAX_RANKS:
+        raise CheckpointError(f"{path}: a mesh of {says} has more than {MAX_RANKS} ranks")
     wanted = {coord: path / file_name(kind, coord, suffix) for coord in mesh.coords()}
     faults = [f"{file.name}: is missing" for coord, file in wanted.items() if coord not in found]
     faults += [f"{file.name}: no rank of the mesh" for c, file in found.items() if c not in wanted]
-    says = " ".join(f"{axis}={size}" for axis, size in shape.items())
     raise_all(faults, f"{path}: the files of a mesh of {says} are needed")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class _Header:
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint in a folder of rank files; raises with every fault found."""
-    table = load_json(path / CHECKPOINT) if (path / CHECKPOINT).is_file() else {}
+    table = load_json(path / CHECKPOINT) if os.path.lexists(path / CHECKPOINT) else {}
     _check_version(path, table)
     names = scan(path)
     config = find_config(path, options)
@@ -148,13 +149,7 @@ def _header(
     owned: tuple[tuple[int, ...], ...] | None
     stages = table.get("pp_layers")
     if stages is not None:
-        if not isinstance(stages, list) or not all(type(n) is int for n in stages):
-            raise CheckpointError(f"{path / CHECKPOINT}: pp_layers is {stages!r}")
-        if len(stages) != shape["pp"]:
-            raise CheckpointError(
-                f"{path / CHECKPOINT}: pp_layers {stages} for {shape['pp']} stages"
-            )
-        owned = split_by_counts(count, tuple(stages))
+        owned = _recorded_stages(path / CHECKPOINT, stages, shape["pp"], count)
     elif table:
         owned = None
     else:
@@ -164,7 +159,32 @@ def _header(
     return _Header(mesh, shape.get("dp", 1), layout, table)
 
 
-_LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+def _recorded_stages(
+    file: Path, stages: object, pp: int, count: int
+) -> tuple[tuple[int, ...], ...]:
+    """Layers of each stage: so many in turn, or those listed where stages interleave."""
+    if not isinstance(stages, list):
+        raise CheckpointError(f"{file}: pp_layers is {stages!r}")
+    listed = [n for n in stages if isinstance(n, list)]
+    numbers = list(itertools.chain(*listed)) if listed else stages
+    if (listed and len(listed) < len(stages)) or not all(type(n) is int for n in numbers):
+        raise CheckpointError(f"{file}: pp_layers is {stages!r}")
+    if len(stages) != pp:
+        raise CheckpointError(f"{file}: pp_layers {stages} for {pp} stages")
+    if not listed and (sum(stages) != count or min(stages) < 0):
+        raise CheckpointError(
+            f"{file}: pp_layers {stages} name {sum(stages)} layers, the config has {count}"
+        )
+    if not listed:
+        return split_by_counts(count, tuple(stages))
+    if sorted(numbers) != list(range(count)):
+        raise CheckpointError(
+            f"{file}: pp_layers {stages} are not each once the {count} layers of the model"
+        )
+    return tuple(tuple(n) for n in stages)
+
+
+_LAYER = re.compile(r"(.*\blayers\.)(\d{1,9})(\..*)")
 
 
 def _detect_stages(
@@ -219,7 +239,10 @@ class _Reader:
         mesh = header.mesh
         self.rules = model.family.select(model.flags | mesh_flags(mesh))
         self.sizes = {**model.sizes, "padded_vocab": self._padded_vocab()}
-        self.placed = place(self.rules, self.sizes, mesh, rounds(header.layout))
+        try:
+            self.placed = place(self.rules, self.sizes, mesh, rounds(header.layout))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         self.shapes = logical_shapes(self.rules, self.sizes)
         self.result = Checkpoint(path, NAME, Manifest({}, {}), model, mesh, header.dp)
 
@@ -248,12 +271,13 @@ class _Reader:
         result.has_optimizer = bool(self.names.optimizer)
         result.layout = self.header.layout
         result.padded_vocab = self.sizes["padded_vocab"]
-        multiple = table.get("make_vocab_size_divisible_by", result.vocab_multiple)
-        result.vocab_multiple = multiple if type(multiple) is int and multiple > 0 else 128
-        step = table.get("step")
-        result.step = step if type(step) is int else None
+        result.vocab_multiple = self._whole(
+            "make_vocab_size_divisible_by", result.vocab_multiple, least=1
+        )
+        if table.get("step") is not None:
+            result.step = self._whole("step", 0, least=0)
         state = {key: table[key] for key in STATE_KEYS if table.get(key) is not None}
-        result.digests = read_digests(table.get("files"))
+        result.digests = read_digests(table.get("files"), self.path / CHECKPOINT)
         self._check_sizes()
         result.random_states = tuple(
             SideFile(f.name, str(f))
@@ -266,6 +290,15 @@ class _Reader:
         if not self.native:
             self._say_foreign()
         return result
+
+    def _whole(self, key: str, default: int, least: int) -> int:
+        """A whole number of checkpoint.json."""
+        value = self.header.table.get(key, default)
+        if type(value) is not int or value < least:
+            raise CheckpointError(
+                f"{self.path / CHECKPOINT}: {key} is {value!r}, no whole number of at least {least}"
+            )
+        return value
 
     def _say_foreign(self) -> None:
         tags = ", ".join(f"{tag}={value}" for tag, value in self.header.layout.items())
@@ -355,10 +388,11 @@ class _Reader:
         }
         for key, value in wanted.items():
             said = index.metadata.get(key)
-            if self.native and said is not None and not _same_json(said, value):
+            known = self.native or key == "ranks"
+            if known and said is not None and not _same_json(said, value):
                 self.faults.append(
-                    f"{index.path}: says {key} {said}, its name and {CHECKPOINT} say {value}; "
-                    "was it swapped or taken from another save?"
+                    f"{index.path}: says {key} {said[:200]}, its name and {CHECKPOINT} say "
+                    f"{value}; was it swapped or taken from another save?"
                 )
 
     def _add(
@@ -445,15 +479,19 @@ def _ranges(index: Index) -> dict[str, tuple[int, int]]:
     """The row-major range of its stored tensor that each entry of a dp file holds."""
     try:
         table = json.loads(index.metadata.get("ranges", ""))
-        return {key: (int(start), int(stop)) for key, (start, stop) in table.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        found = {key: (start, stop) for key, (start, stop) in table.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index.path}: its metadata has no readable ranges") from error
+    for key, pair in found.items():
+        if not all(type(n) is int for n in pair):
+            raise CheckpointError(f"{index.path}: {key}: its range {pair} is no pair of numbers")
+    return found
 
 
 def _same_json(a: str, b: str) -> bool:
     try:
         return bool(json.loads(a) == json.loads(b))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -16,7 +16,7 @@ from ..errors import raise_all
 from ..family import Piece, Placed, Rule, logical_shapes, mesh_flags, place
 from ..layout import default_layout, rounds
 from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, TensorMeta, View
-from ..mesh import Coord, Mesh
+from ..mesh import Coord, Mesh, split_by_counts
 from .shard_names import VERSION, container, file_name, mesh_table, piece_meta
 
 
@@ -210,12 +210,14 @@ def checkpoint_json(
     files: Mapping[str, tuple[int, str]],
 ) -> str:
     """The text of checkpoint.json; ``files`` maps names to size and digest ("" if not asked)."""
-    layers = target.mesh.owned["pp"]
+    stages = target.mesh.owned["pp"]
+    counts = tuple(len(owned) for owned in stages)
+    in_turn = stages == split_by_counts(sum(counts), counts)  # not so where stages interleave
     table = {
         "format_version": VERSION,
         "step": target.step,
         "mesh": dict(mesh_table(target.mesh, target.dp)),
-        "pp_layers": [len(owned) for owned in layers],
+        "pp_layers": list(counts) if in_turn else [list(owned) for owned in stages],
         "family": target.model.family.name,
         "layout": default_layout(target.model.family),
         "vocab_size": target.model.sizes["vocab"],

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..checkpoint import is_file_name
 from ..errors import CheckpointError
 from ..manifest import SideFile
 
@@ -46,7 +47,7 @@ def resolve(folder: Path, name: object, said_by: Path) -> Path:
 
     Links are followed: Hugging Face's cache is made of them.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+    if not isinstance(name, str) or not is_file_name(name):
         raise CheckpointError(f"{said_by}: names {name!r}, which is not a file of its own folder")
     path = folder / name
     try:

@@ -181,9 +181,7 @@ def main() -> None:
     print_table(results, size, args.runs)
 
 
-def print_table(
-    results: dict[str, list[tuple[float, float, float]]], size: int, runs: int
-) -> None:
+def print_table(results: dict[str, list[tuple[float, float, float]]], size: int, runs: int) -> None:
     """One row a case: medians, and the ratio to cp in the same run."""
     print(f"{size / 1e9:.2f} GB, medians of {runs} interleaved runs, {os.cpu_count()} cores\n")
     print("| job | wall s | ratio to cp | CPU s | peak RSS MiB |")

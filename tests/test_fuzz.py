@@ -1,0 +1,298 @@
+"""Real files with damage of any kind: success or our error, nothing else, and nothing half.
+
+Where a damaged checkpoint is still read, the output must say what the damaged input says: by
+our own comparison, and by the libraries of the formats where those read it too.
+"""
+
+import json
+import os
+import resource
+import shutil
+import zipfile
+from pathlib import Path
+
+import independent
+import pytest
+import torch
+from fixtures_safety import case, names, tree, write_hf, write_native, write_split
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwright.ckpt import CheckpointError, RunOptions, merge, open_checkpoint, reshard, verify
+from shardwright.ckpt.inspect import describe, describe_tensor
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def examples(count):
+    """The same examples in every run, as many as the time allows."""
+    return settings(
+        max_examples=count, derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+SMALL = {"layers": 2, "hidden": 6, "heads": (2, 2), "head_dim": 2, "ffn": 4, "vocab": 5}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folder name -> an undamaged checkpoint of a few kilobytes."""
+    root = tmp_path_factory.mktemp("sources")
+    made = case(**SMALL)
+    write_hf(root / "hf", **SMALL)
+    write_hf(root / "hf-bin", binary=True, **SMALL)
+    write_split(root / "split", parts=2, made=made)
+    write_split(root / "split-bin", parts=2, made=made, binary=True)
+    write_native(root / "native", 2, 1, made=made, multiple=2)
+    write_native(root / "native-bin", 1, 2, made=made, multiple=2, safe=False)
+    write_native(root / "sharded", 1, 1, made=made, multiple=2, dp=2, sharded=True)
+    ranks = independent.stored(made.config, made.state, 2, 2, multiple=2)
+    independent.write_foreign(root / "foreign", ranks, wrap=True)
+    shutil.copy(root / "hf/config.json", root / "foreign/config.json")
+    (root / "hf/checksums.json").write_text(
+        json.dumps({"files": {"model.safetensors": {"size": 5, "xxh3_128": "ab"}}})
+    )
+    return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_memory():
+    """No claim of a damaged file makes us take gigabytes: that would be a MemoryError here."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        size = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+@st.composite
+def edits(draw):
+    """Flip, set, insert, remove and cut, mostly where headers and directories are."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(["flip", "flip", "set", "insert", "remove", "cut"]))
+        anchor = draw(st.sampled_from(["start", "start", "end", "any"]))
+        place = draw(st.integers(0, 1500) if anchor != "any" else st.integers(0, 1 << 20))
+        found.append((kind, anchor, place, draw(st.binary(min_size=1, max_size=9))))
+    return found
+
+
+def damage_bytes(path, changes):
+    """Apply ``edits`` to a file."""
+    data = bytearray(path.read_bytes())
+    for kind, anchor, place, extra in changes:
+        at = (len(data) - place if anchor == "end" else place) % (len(data) + 1)
+        if kind == "flip" and at < len(data):
+            data[at] ^= 1 << extra[0] % 8
+        elif kind == "set":
+            data[at : at + len(extra)] = extra
+        elif kind == "insert":
+            data[at:at] = extra
+        elif kind == "remove":
+            del data[at : at + len(extra)]
+        elif kind == "cut":
+            del data[at:]
+    path.write_bytes(data)
+
+
+ODD = [None, True, False, 0, 1, 2, 3, -1, 7, 21, 2**31, 2**63, 2**64, 10**30, 0.5, 1e308, "", "0",
+       "F32", "BF16", "U8", "x", "..", "/", "model.norm.weight", [], [0], [1, 2], [0, 0], {}, {"a": 1},
+       [[]], [[0], [1]], "\u2603", "\ud800", "a\0b", "flat", "per_rank", "gpt2", "qwen3"]  # fmt: skip
+
+
+@st.composite
+def json_edits(draw):
+    """A walk to some value, and what happens to it."""
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["set", "set", "set", "drop", "rename", "add", "swap", "nudge"]))
+        found.append((kind, draw(st.lists(st.integers(0, 99), min_size=1, max_size=4)),
+                      draw(st.sampled_from(ODD))))  # fmt: skip
+    return found
+
+
+def damage_json(table, changes):
+    """Apply ``json_edits`` to an object."""
+    for kind, walk, odd in changes:
+        spot, keys = table, None
+        for step in walk:
+            keys = list(spot) if isinstance(spot, dict) else list(range(len(spot)))
+            if not keys:
+                break
+            key = keys[step % len(keys)]
+            if step == walk[-1] or not isinstance(spot[key], (dict, list)):
+                break
+            spot = spot[key]
+        if not keys:
+            continue
+        value = spot[key]
+        if kind == "set":
+            spot[key] = odd
+        elif kind == "drop":
+            del spot[key]
+        elif kind == "rename" and isinstance(spot, dict):
+            spot[odd if isinstance(odd, str) else f"{key}x"] = spot.pop(key)
+        elif kind == "add" and isinstance(spot, dict):
+            spot[odd if isinstance(odd, str) else f"{key}x"] = value
+        elif kind == "swap":
+            other = keys[walk[0] % len(keys)]
+            spot[key], spot[other] = spot[other], value
+        elif kind == "nudge" and type(value) in (int, float):
+            spot[key] = value + 1
+    return table
+
+
+def damage_table(path, changes):
+    """Apply ``json_edits`` to a JSON file, a safetensors header, or our record in a torch zip."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(damage_json(json.loads(path.read_text()), changes)))
+    elif path.suffix == ".safetensors":
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        head = json.dumps(damage_json(json.loads(data[8 : 8 + length]), changes)).encode()
+        path.write_bytes(len(head).to_bytes(8, "little") + head + data[8 + length :])
+    else:
+        with zipfile.ZipFile(path) as old:
+            records = {info.filename: old.read(info) for info in old.infolist()}
+        for name in records:
+            if name.endswith("shardwright.json"):
+                text = json.dumps(damage_json(json.loads(records[name]), changes))
+                records[name] = text.encode()
+        with zipfile.ZipFile(path, "w") as new:
+            for name, record in records.items():
+                new.writestr(name, record)
+
+
+# --- what must hold ---------------------------------------------------------------------------
+
+
+def attempt(call):
+    """The result, or None where it was refused."""
+    try:
+        return call()
+    except CheckpointError as error:
+        assert str(error).strip()
+        return None
+
+
+def by_library(folder):
+    """The tensors of Hugging Face files as their libraries read them; None where they do not."""
+    try:
+        return independent.load_hf(folder)
+    except Exception:
+        return None
+
+
+def check(folder):
+    """Everything that can be done with a damaged checkpoint."""
+    before, to = tree(folder), folder.parent / "to"
+    to.mkdir()
+    opened = attempt(lambda: open_checkpoint(folder))
+    if opened is not None:
+        json.dumps(describe(opened.checkpoint))
+        for fqn in list(opened)[:3]:
+            json.dumps(describe_tensor(opened.checkpoint, fqn))
+            opened[fqn].torch()
+    attempt(lambda: verify(folder))
+    jobs = {
+        "shards": lambda out: reshard(folder, out, tp=1, pp=2, run=RunOptions(workers=1)),
+        "hf": lambda out: merge(folder, out, run=RunOptions(workers=2)),
+        "half.bin": lambda out: merge(folder, out, dtype="fp16"),
+    }
+    made = {name for name, job in jobs.items() if attempt(lambda job=job, n=name: job(to / n))}
+    assert set(names(to)) == made
+    assert tree(folder) == before
+    if "shards" in made:
+        verdict = verify(folder, to / "shards")
+        assert verdict.same, verdict.differences
+    if "hf" in made:
+        verdict = verify(folder, to / "hf", weights_only=True)
+        assert verdict.same, verdict.differences
+        wanted = by_library(folder) if opened.format == "hf" else None
+        if wanted is not None:
+            independent.assert_same(independent.load_hf(to / "hf"), wanted)
+    assert opened is not None or not made
+    return made
+
+
+def damaged(sources, name, pick, change):
+    """A copy of a source with one file changed, looked at from all sides."""
+    room = sources.parent / "room"
+    shutil.rmtree(room, ignore_errors=True)
+    shutil.copytree(sources / name, room / name)
+    files = sorted(path for path in (room / name).iterdir())
+    change(files[pick % len(files)])
+    return check(room / name)
+
+
+FORMS = ["hf", "hf-bin", "split", "split-bin", "native", "native-bin", "sharded", "foreign"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_undamaged_sources_pass(name, sources):
+    assert damaged(sources, name, 0, lambda path: None) == {"shards", "hf", "half.bin"}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_any_damage_of_bytes_is_read_right_or_refused(name, sources):
+    @examples(60)
+    @given(st.integers(0, 20), edits())
+    def run(pick, changes):
+        damaged(sources, name, pick, lambda path: damage_bytes(path, changes))
+
+    run()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_any_damage_of_headers_and_tables_is_read_right_or_refused(name, sources):
+    @examples(60)
+    @given(st.integers(0, 20), json_edits())
+    def run(pick, changes):
+        damaged(sources, name, pick, lambda path: damage_table(path, changes))
+
+    run()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_files_exchanged_doubled_or_missing_are_read_right_or_refused(name, sources):
+    """Exhaustively: every pair of files swapped, every file removed, emptied, or a copy of another."""
+    count = len(list((sources / name).iterdir()))
+    for a in range(count):
+        damaged(sources, name, a, Path.unlink)
+        damaged(sources, name, a, lambda path: os.truncate(path, 0))
+        for b in range(a):
+
+            def swap(path, other=b):
+                second = sorted(path.parent.iterdir())[other]
+                path.rename(path.parent / "aside")
+                second.rename(path)
+                (path.parent / "aside").rename(second)
+
+            damaged(sources, name, a, swap)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_flip_of_one_bit_of_a_header_changes_the_outcome_unseen(name, sources, tmp_path):
+    """Where one bit of names, shapes or offsets differs, a success must still be the input's own."""
+    path = sorted((sources / name).glob("*[nst]"))[-1]
+    data = path.read_bytes()
+    room = tmp_path / name
+    shutil.copytree(sources / name, room)
+    step = max(1, len(data) // 150)
+    for at in range(0, min(len(data), 4000), step):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << at % 8
+        (room / path.name).write_bytes(flipped)
+        try:
+            opened = open_checkpoint(room)
+        except CheckpointError:
+            continue
+        for fqn in opened:
+            assert opened[fqn].torch().dtype in (torch.float32, torch.int32, torch.uint32)
+        assert verify(room, room).same

@@ -1,0 +1,463 @@
+"""Runs of the trainer for tests: many command lines in one set of ranks, and real launches.
+
+``in_ranks`` starts four processes once (``train_helpers.launch``) and lets them be worlds of one,
+two or four ranks in turn, each of which does one job: a ``train-ckpt`` command line, or a function
+of this file. A run then takes a second instead of the ten or more that starting ranks takes.
+
+Run as a script it is a rank of a real launch that does what `FAULTS` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from train_helpers import launch
+
+SIZES = {
+    "vocab_size": 259,  # bytes, an end of document, and two more: padded in every layout
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+CONFIGS: Mapping[str, Mapping[str, object]] = {
+    "llama": {"model_type": "llama", **SIZES},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, **SIZES},
+    "gpt2": {  # a tied head, biases, learned positions, and dropout in every place
+        "model_type": "gpt2",
+        "vocab_size": 259,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 64,
+        "initializer_range": 0.1,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    },
+    "shallow": {"model_type": "llama", **SIZES, "num_hidden_layers": 2},
+}
+CALM = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+SEQ_LENGTH = 16
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40))[:500]  # 31 samples of an epoch
+EVAL_TEXT = "".join(f"{i} and {i} are {i + i}; " for i in range(40))[:400]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One command line of train-ckpt, in a world of ``world`` ranks; it saves into ``name``."""
+
+    name: str
+    model: str = "llama"  # a file or folder in the place of the runs, without .json
+    world: int = 4
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    resume: str | None = None  # a checkpoint in the place of the runs
+    stop: bool = False  # asked to stop before its first step
+    fault: str | None = None
+
+    def argv(self, place: Path) -> list[str]:
+        """The command line, where ``place`` holds models, data and all that runs save."""
+        return command_line(place, self.name, self.model, self.resume, self.options)
+
+
+def command_line(
+    place: Path,
+    name: str,
+    model: str = "llama",
+    resume: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> list[str]:
+    """A short training on `TEXT` that saves every two steps."""
+    config = place / f"{model}.json"
+    said: dict[str, object] = {
+        "model": config if config.exists() else place / model,
+        "data": place / "data.txt",
+        "seq_length": SEQ_LENGTH,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "steps": 6,
+        "lr": 1e-2,
+        "save_dir": place / name,
+        "save_interval": 2,
+        "resume": place / resume if resume is not None else False,
+        **(options or {}),
+    }
+    found = []
+    for key, value in said.items():
+        if value is not False and value is not None:
+            found += ["--" + key.replace("_", "-")] + ([] if value is True else [str(value)])
+    return found
+
+
+def make_place(place: Path) -> Path:
+    """A folder with the models' configs and the data."""
+    place.mkdir(parents=True, exist_ok=True)
+    for name, config in CONFIGS.items():
+        (place / f"{name}.json").write_text(json.dumps(config))
+    (place / "data.txt").write_text(TEXT)
+    (place / "eval.txt").write_text(EVAL_TEXT)
+    return place
+
+
+def hf_model(place: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> Path:
+    """A random Hugging Face model of a config, with random norms and biases, saved as ``name``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**CONFIGS[name.split("-")[0]], **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    model.to(dtype).save_pretrained(place / name)
+    return place / name
+
+
+# --- what a run left ---------------------------------------------------------------------------
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without the speed."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if k != "tokens_per_s"} for x in lines]
+
+
+def losses(folder: Path, after: int = 0) -> list[float]:
+    """The training losses of the steps after ``after``."""
+    return [row["loss"] for row in rows(folder) if "loss" in row and row["step"] > after]
+
+
+def cursor(checkpoint: Path) -> dict[str, Any]:
+    """The data cursor in a checkpoint."""
+    return json.loads((checkpoint / "checkpoint.json").read_text())["data"]
+
+
+def random_states(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Each rank's random state."""
+    from safetensors.torch import load_file
+
+    return {file.name: load_file(file) for file in checkpoint.glob("random_states_*")}
+
+
+# --- in the ranks ------------------------------------------------------------------------------
+
+Job = tuple[int, str, Mapping[str, object]]  # ranks, function below, its arguments as JSON
+
+
+def in_ranks(folder: Path, jobs: Sequence[Job], timeout_s: float = 570.0) -> list[list[Any]]:
+    """For each job what its ranks returned, in the order of ranks."""
+    found = launch("train_runs:serve", 4, folder, str(folder), jobs, timeout_s=timeout_s)
+    return [
+        [rank[i] for rank in found[:world]]  # type: ignore[index]
+        for i, (world, _, _) in enumerate(jobs)
+    ]
+
+
+def job(run: Run, place: Path) -> Job:
+    """A run as a job."""
+    return run.world, "train", {"argv": run.argv(place), "stop": run.stop}
+
+
+def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
+    """In a rank: what every job returned; None for those of fewer ranks."""
+    rank, found = int(os.environ["RANK"]), []
+    for i, (world, name, arguments) in enumerate(jobs):
+        if rank >= world:
+            found.append(None)
+            continue
+        import faulthandler; faulthandler.cancel_dump_traceback_later(); faulthandler.dump_traceback_later(60, file=open(f"/tmp/p/fh{rank}","w"))
+        if rank == 0:
+            print(f"{time.time():.1f} {sum(os.times()[:2]):.1f} job {i}: {name} {arguments}", flush=True)
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        store = f"file://{folder}/store_{i}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+        found.append(globals()[name](**arguments))
+        dist.destroy_process_group()
+    return found
+
+
+def _config(argv: Sequence[str]):
+    from shardwright.train import config as settings
+
+    parser = argparse.ArgumentParser()
+    settings.options(parser)
+    return settings.from_options(parser.parse_args(argv))
+
+
+def train(argv: Sequence[str], stop: bool = False) -> str:
+    """What a rank of ``train-ckpt`` does; the error that it ended with, or nothing."""
+    from shardwright.ckpt import CheckpointError
+    from shardwright.train import loop
+    from shardwright.train.errors import TrainError
+
+    os.environ[loop.STOP_FILE] = __file__ if stop else ""
+    try:
+        loop.main(_config(argv))
+        return ""
+    except (TrainError, CheckpointError) as error:
+        _leave()
+        return f"{type(error).__name__}: {error}"
+
+
+def _leave() -> None:
+    from shardwright.train.parallel import import_megatron, shutdown
+
+    if import_megatron("parallel_state").model_parallel_is_initialized():
+        shutdown()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """An engine of its own: a model folder in a layout."""
+
+    folder: str
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    distributed: bool = False
+    precision: str = "fp32"
+    weight_decay: float = 0.0
+
+    def engine(self):
+        """The engine, with the folder's weights loaded as a fine-tuning run loads them."""
+        from shardwright.ckpt.checkpoint import load_model
+        from shardwright.train.engine import Engine, EngineOptions
+        from shardwright.train.model import ModelOptions
+        from shardwright.train.optim import OptimizerSpec
+        from shardwright.train.parallel import Layout, initialize
+        from shardwright.train.state import load
+
+        layout = Layout(self.tp, self.pp, self.sequence_parallel)
+        options = ModelOptions(precision=self.precision, **CALM)  # type: ignore[arg-type]
+        made = Engine(
+            load_model(Path(self.folder) / "config.json"),
+            initialize(layout, seed=3),
+            layout,
+            options,
+            EngineOptions(distributed_optimizer=self.distributed),
+        )
+        made.attach_optimizer(
+            OptimizerSpec(
+                lr=LR,
+                weight_decay=self.weight_decay,
+                precision=self.precision,
+                distributed=self.distributed,
+            )
+        )
+        load(self.folder, made.rank_state(), weights_only=True)
+        return made
+
+
+LR = 1e-2
+STEPS = 3  # optimizer steps that are compared with torch's
+
+
+def batches(vocab: int) -> list[dict[str, torch.Tensor]]:
+    """Eight micro-batches of two rows; in some the loss of tokens is masked, more in each."""
+    random = torch.Generator().manual_seed(11)
+    found = []
+    for i in range(8):
+        text = torch.randint(0, vocab, (2, SEQ_LENGTH + 1), generator=random)
+        mask = torch.ones(2, SEQ_LENGTH)
+        mask[0, :i] = 0
+        at = torch.arange(SEQ_LENGTH).expand(2, -1)
+        found.append(
+            {
+                "tokens": text[:, :-1].contiguous(),
+                "labels": text[:, 1:].contiguous(),
+                "loss_mask": mask,
+                "position_ids": at.contiguous(),
+            }
+        )
+    return found
+
+
+def steps_from(setup: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Some steps from a Hugging Face model: loss and gradient norm of each."""
+    engine = Setup(**setup).engine()
+    p = engine.parallel
+    mine = batches(engine.model.sizes["vocab"])[p.dp_rank :: p.dp]
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    for _ in range(STEPS):
+        engine.zero_grad()
+        found["loss"].append(engine.forward_backward(mine)[0])
+        found["grad_norm"].append(engine.step().grad_norm)
+    _leave()
+    return found
+
+
+def idle_step(setup: Mapping[str, Any]) -> dict[str, bool]:
+    """A step without gradients after weights were loaded: whether each weight is what it was."""
+    engine = Setup(**setup).engine()
+    before = {name: p.detach().clone() for name, p in engine.named.items()}
+    engine.zero_grad()
+    engine.step()
+    found = {name: torch.equal(before[name], p) for name, p in engine.named.items()}
+    _leave()
+    return found
+
+
+def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
+    """Two saves whose writers wait until they are let go, with a step after each call."""
+    import threading
+
+    from shardwright.train import loop, state
+
+    os.environ[loop.STOP_FILE] = ""
+    trainer = loop.Trainer(_config(argv))
+    folder = Path(save_dir)
+    gate = threading.Event()
+    write = state._write_file
+
+    def wait_and_write(snapshot):
+        gate.wait(60.0)
+        return write(snapshot)
+
+    def seen() -> dict[str, Any]:
+        latest = folder / "latest"
+        return {
+            "latest": latest.read_text().strip() if latest.exists() else None,
+            "complete": sorted(child.name for child in folder.glob("checkpoint-*")),
+        }
+
+    found: dict[str, Any] = {}
+    state._write_file = wait_and_write
+    try:
+        trainer._one_step(1.0)
+        trainer._save()
+        found["stalled_s"] = trainer.saver.stalled_s
+        found["first call back"] = seen()
+        trainer._one_step(1.0)
+        found["published early"] = trainer.saver.poll()
+        found["while writing"] = seen()
+        dist.barrier()
+        threading.Timer(0.5, gate.set).start()
+        started = time.monotonic()
+        trainer._save()
+        found["waited_s"] = time.monotonic() - started
+        found["second call back"] = seen()
+        trainer.saver.wait()
+        found["end"] = seen()
+    finally:
+        state._write_file = write
+    trainer.metrics.close()
+    _leave()
+    return found
+
+
+# --- ranks that fail ---------------------------------------------------------------------------
+
+
+def launched(run: Run, place: Path, monkeypatch) -> int:
+    """``train-ckpt`` with its own launcher, whose ranks are this file with the run's fault."""
+    from shardwright.tools import train_ckpt
+    from shardwright.train import launch as launcher
+
+    supervise = launcher._supervise
+
+    def with_fault(command: list[str], environment: dict[str, str], stop: Path) -> int:
+        here = Path(__file__)
+        ranks = {"PYTHONPATH": str(here.parent), "TRAIN_RUNS_FAULT": str(run.fault)}
+        assert command[-2:] == ["-m", "shardwright.tools.train_ckpt"]
+        return supervise([*command[:-2], str(here)], {**environment, **ranks}, stop)
+
+    if run.fault is not None:
+        monkeypatch.setattr(launcher, "_supervise", with_fault)
+    return train_ckpt.main(run.argv(place))
+
+
+def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> None:
+    """Let a rank do something before the step after ``when``."""
+    from shardwright.train import loop
+
+    step = loop.Trainer._one_step
+
+    def patched(trainer, *args):
+        if trainer.step == when and trainer.parallel.rank == rank:
+            act(trainer)
+        step(trainer, *args)
+
+    loop.Trainer._one_step = patched  # type: ignore[method-assign]
+
+
+def _note_the_time(trainer: Any) -> None:
+    (trainer.save_dir / "died").touch()
+
+
+def _killed_while_saving() -> None:
+    """Rank 3 is killed after step 5, when no rank is done with the checkpoint of step 4."""
+    from shardwright.train import state
+
+    write = state._write_file
+
+    def never(snapshot):
+        if "checkpoint-4" in str(snapshot.path):
+            write(snapshot)  # all is there but the end
+            time.sleep(600.0)
+        return write(snapshot)
+
+    def die(trainer):
+        _note_the_time(trainer)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    state._write_file = never
+    _before_step(5, 3, die)
+
+
+def _exits() -> None:
+    """Rank 1 ends without a word after step 2, as a library's exit() would end it."""
+
+    def die(trainer):
+        _note_the_time(trainer)
+        os._exit(7)
+
+    _before_step(2, 1, die)
+
+
+def _raises() -> None:
+    """Rank 1 meets a bug after step 2."""
+
+    def die(trainer):
+        _note_the_time(trainer)
+        raise RuntimeError("the bug of rank 1")
+
+    _before_step(2, 1, die)
+
+
+def _poisoned() -> None:
+    """A weight of rank 1 becomes NaN after step 2."""
+
+    def poison(trainer):
+        with torch.no_grad():
+            next(iter(trainer.engine.named.values())).view(-1)[0] = torch.nan
+
+    _before_step(2, 1, poison)
+
+
+FAULTS = {
+    "killed while saving": _killed_while_saving,
+    "exits": _exits,
+    "raises": _raises,
+    "poisoned": _poisoned,
+}
+
+if __name__ == "__main__":
+    from shardwright.tools.train_ckpt import main
+
+    FAULTS[os.environ["TRAIN_RUNS_FAULT"]]()
+    sys.exit(main())

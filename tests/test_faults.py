@@ -1,6 +1,7 @@
-"""A system that fails, or does less than asked: a clear error and nothing half, or the same bytes."""
+"""A system that fails, or does less than asked: one error and nothing half, or the same bytes."""
 
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -112,6 +113,12 @@ def fail(number, path=None):
     raise OSError(number, os.strerror(number), path)
 
 
+def failing(call, at, number):
+    """``call``, which fails the ``at``-th time."""
+    count = itertools.count()
+    return lambda *args, **kwargs: fail(number) if next(count) == at else call(*args, **kwargs)
+
+
 # --- disks ------------------------------------------------------------------------------------
 
 
@@ -170,10 +177,7 @@ def test_a_call_that_fails_at_any_time_is_our_error_and_leaves_nothing(
     shutil.rmtree("to")
     Path("to").mkdir()
     for at in sorted({0, 1, count // 3, count // 2, count - 1} & set(range(count))):
-        left = iter(range(count + 1))
-        monkeypatch.setattr(
-            module, name, lambda *a, **k: fail(number) if next(left) == at else real(*a, **k)
-        )
+        monkeypatch.setattr(module, name, failing(real, at, number))
         before = tree(home)
         refused(lambda: job("to/out", workers=1), os.strerror(number))
         if name != "fsync" or at < count - 1:  # the last one comes after the last rename
@@ -219,11 +223,11 @@ def test_folders_that_a_failed_run_made_are_gone(home, monkeypatch):
 
 def during(monkeypatch, job, change, at=5):
     """Run ``job`` and ``change`` the source at its ``at``-th write."""
-    real, left = files.PWRITE, iter(range(10**9))
+    real, count = files.PWRITE, itertools.count()
     monkeypatch.setattr(files, "KERNEL_COPY", None)
 
     def write(*args):
-        if next(left) == at:
+        if next(count) == at:
             change()
         return real(*args)
 
@@ -293,20 +297,20 @@ def test_a_source_that_cannot_be_read_is_named_with_the_byte(number, home, monke
 
 def short_reads(step):
     real = files.PREADV
-    count = iter(range(10**9))
+    count = itertools.count()
     return lambda fd, into, at: real(fd, [into[0][: 1 + next(count) % step]], at)
 
 
 def short_writes(step):
     real = files.PWRITE
-    count = iter(range(10**9))
+    count = itertools.count()
     return lambda fd, data, at: real(fd, data[: 1 + next(count) % step], at)
 
 
 def kernel_copy(number=None, *, after=0, short=0, nothing=False):
     """A system call that refuses after some calls, copies less than asked, or nothing."""
     real = files.KERNEL_COPY or pytest.skip("this system has no copy_file_range")
-    count = iter(range(10**9))
+    count = itertools.count()
 
     def call(reader, writer, length, *offsets):
         if next(count) >= after:
@@ -332,13 +336,20 @@ def lesser_systems(patch):
             lambda n=number, a=after: patch(files, "KERNEL_COPY", kernel_copy(n, after=a)),
         )
     yield "copies nothing", lambda: patch(files, "KERNEL_COPY", kernel_copy(nothing=True))
-    yield "copies nothing later", lambda: patch(
-        files, "KERNEL_COPY", kernel_copy(nothing=True, after=5)
+    yield (
+        "copies nothing later",
+        lambda: patch(files, "KERNEL_COPY", kernel_copy(nothing=True, after=5)),
     )
     yield "copies short", lambda: patch(files, "KERNEL_COPY", kernel_copy(short=5))
     for step in (2, 7):
-        yield f"reads of 1 to {step}", lambda s=step: (none(), patch(files, "PREADV", short_reads(s)))
-        yield f"writes of 1 to {step}", lambda s=step: (none(), patch(files, "PWRITE", short_writes(s)))
+        yield (
+            f"reads of 1 to {step}",
+            lambda s=step: (none(), patch(files, "PREADV", short_reads(s))),
+        )
+        yield (
+            f"writes of 1 to {step}",
+            lambda s=step: (none(), patch(files, "PWRITE", short_writes(s))),
+        )
     yield "no preadv", lambda: (none(), patch(files, "PREADV", files._preadv))
     yield "calls of 3 bytes", lambda: (none(), patch(files, "MAX_CALL_BYTES", 3))
     yield "copies of 3 bytes", lambda: patch(files, "MAX_CALL_BYTES", 3)

@@ -231,7 +231,7 @@ def test_more_dp_ranks_than_a_rank_has_elements_leave_some_shares_empty(tmp_path
         (lambda ranges, key: ranges.update({key: [10**9, 10**9 + 384]}), "shape"),
         (lambda ranges, key: ranges.update({key: [-1, 383]}), "shape"),
         (lambda ranges, key: ranges.update({key: "all"}), "no readable ranges"),
-        (lambda ranges, key: ranges.update({key: [0, float("inf")]}), "no readable ranges"),
+        (lambda ranges, key: ranges.update({key: [0, float("inf")]}), "no pair of numbers"),
     ],
 )
 def test_a_share_whose_range_is_wrong_is_refused_with_file_and_tensor(change, says, tmp_path):

@@ -504,11 +504,20 @@ def _custom_step(
     return output, loss
 
 
+def described(value: object) -> str:
+    """What a function returned instead of what it should, without the numbers."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(described, value))})"
+    return f"a {type(value).__name__}"
+
+
 def _two(returned: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, scalars to report) of a user's function; TrainError for anything else."""
     ok = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
     if not ok or not isinstance(returned[0], torch.Tensor) or returned[0].dim():
-        raise TrainError(f"{name} must return (a scalar tensor, a dict), not {returned!r:.80}")
+        raise TrainError(f"{name} must return (a scalar tensor, a dict), not {described(returned)}")
     reported = {k: torch.as_tensor(v) for k, v in returned[1].items() if k != "logits"}
     for key, value in reported.items():
         if value.dim():

@@ -9,6 +9,7 @@ data-parallel, then pp.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import warnings
@@ -215,6 +216,7 @@ def shutdown() -> None:
     # megatron forgets its groups without closing them, and each keeps sockets and threads
     groups = [*(state._global_process_group_list or ()), _control]
     state.destroy_model_parallel()
+    gc.collect()  # a model that is gone but not collected still holds its groups, threads and all
     if _made_world and dist.is_initialized():
         dist.destroy_process_group()
     else:

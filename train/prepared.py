@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .engine import Batch, Engine, StepResult
+from .engine import Batch, Engine, StepResult, described
 from .errors import TrainError
 from .groups import HANDED_ON
 from .loader import IGNORED
@@ -263,8 +263,9 @@ class PreparedModel:
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int]:
         """The rows of a script's batch as engine micro-batches, and their sequence length."""
-        make, rows = self.accelerator.settings.hooks.get_batch, self._sliced(batch)
+        make = self.accelerator.settings.hooks.get_batch
         if make is not None:
+            rows = self._sliced(batch)
             iterator = iter(rows)
             made = [from_tuple(make(iterator)) for _ in rows]
         else:
@@ -275,7 +276,7 @@ class PreparedModel:
                     f"the model takes {_listed(known)}; the batch also has {_listed(surplus)}: "
                     "remove them in the collate function"
                 )
-            made = [as_engine_batch(one) for one in rows]
+            made = [as_engine_batch(one) for one in self._sliced(batch)]
         length = made[0]["tokens"].shape[1]
         for one in made:
             self._check_positions(one["position_ids"])
@@ -337,7 +338,7 @@ def from_tuple(given: Any) -> dict[str, torch.Tensor]:
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     if not isinstance(given, tuple) or len(given) != len(names):
         raise TrainError(
-            f"custom_get_batch_function must return ({', '.join(names)}), not {given!r:.80}"
+            f"custom_get_batch_function must return ({', '.join(names)}), not {described(given)}"
         )
     made = dict(zip(names, given, strict=True))
     tokens, mask = made["tokens"], made["attention_mask"]

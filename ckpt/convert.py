@@ -324,9 +324,10 @@ def _masters(ckpt: Checkpoint) -> dict[str, TensorMeta]:
     """The weights with the types of their fp32 masters; an fp32 weight is its own."""
     metas = {}
     missing = []
+    mixed = bool(ckpt.manifest.category("master"))
     for fqn, weight in _weights(ckpt).items():
         meta = ckpt.manifest.tensors.get("master/" + fqn)
-        if meta is None and weight.dtype == "F32":
+        if meta is None and mixed and weight.dtype == "F32":
             meta = weight
         if meta is None:
             missing.append(fqn)

@@ -13,9 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from shardwright.train import Accelerator, MegatronLMPlugin
 
 fields, precision, folder = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-said = dict(tp_degree=2, pp_degree=2, num_micro_batches=4, gradient_clipping=1.0,
-            sequence_parallelism=False, recompute_activations=True, use_distributed_optimizer=True)  # fmt: skip  # noqa: C408, E501
-plugin = MegatronLMPlugin(**{**said, **fields})
+guides = {
+    "tp_degree": 2, "pp_degree": 2, "num_micro_batches": 4, "gradient_clipping": 1.0,
+    "sequence_parallelism": False, "recompute_activations": True, "use_distributed_optimizer": True,
+}  # fmt: skip
+plugin = MegatronLMPlugin(**{**guides, **fields})
 accelerator = Accelerator(
     mixed_precision=precision, gradient_accumulation_steps=8, megatron_lm_plugin=plugin
 )

@@ -1,4 +1,4 @@
-"""Scripts for Accelerate, run in ranks of this machine, and the same training in plain transformers.
+"""Scripts for Accelerate, run in ranks of this machine, and the same in plain transformers.
 
 ``in_ranks`` starts four processes once and lets them be worlds of one, two or four ranks in turn;
 each job is a function of this file. A script records which rows it saw in which global batch, and
@@ -12,6 +12,8 @@ import dataclasses
 import gc
 import json
 import os
+import runpy
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -307,18 +309,25 @@ def train(case: Mapping[str, Any], evaluate: bool = False) -> dict[str, Any]:
     found["weights"] = accelerator.get_state_dict(model)
     if evaluate:
         model.eval()
-        batch = next(iter(loader))
-        batch.pop("row")
-        out = model(**batch)
-        assert not out.loss.requires_grad
-        unlabelled = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
-        assert unlabelled.loss is None
-        if accelerator.plugin.return_logits:
-            assert torch.equal(unlabelled.logits, out.logits)
-        else:
-            assert out.logits is None
-        found |= {"eval_loss": out.loss.item(), "logits": unlabelled.logits, "eval_batch": batch}
+        for batch in loader:
+            rows = accelerator.gather_for_metrics(batch.pop("row")).tolist()
+            found |= {"eval_rows": rows, **_evaluated(accelerator, model, batch)}
+            break
     return found
+
+
+def _evaluated(accelerator, model, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Loss of a batch and logits of all its rows, in the loader's order."""
+    out = model(**batch)
+    assert not out.loss.requires_grad
+    unlabelled = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+    assert unlabelled.loss is None
+    if accelerator.plugin.return_logits:
+        assert torch.equal(unlabelled.logits, out.logits)
+    else:
+        assert out.logits is None
+    logits = accelerator.gather_for_metrics(unlabelled.logits)
+    return {"eval_loss": out.loss.item(), "logits": logits}
 
 
 # --- variants of one step ----------------------------------------------------------------------
@@ -551,6 +560,13 @@ def load_weights(case: Mapping[str, Any], source: str) -> dict[str, torch.Tensor
 
 
 # --- the rest of the surface -------------------------------------------------------------------
+
+
+def guide(fields: Mapping[str, Any], precision: str, folder: str) -> None:
+    """The guide's script in this rank."""
+    script = str(Path(__file__).with_name("accelerator_guide.py"))
+    sys.argv = [script, json.dumps(fields), precision, folder]
+    runpy.run_path(script, run_name="__main__")
 
 
 def surface(folder: str) -> dict[str, Any]:
@@ -837,10 +853,9 @@ REFUSED = {
         plugin={"custom_train_step_class": lambda args: copy}
     ),
     "positions said wrongly": lambda: _with(plugin={"use_rotary_position_embeddings": True}),
+    "sgd over dp": lambda: _with(
+        optimizer=lambda model: make_optimizer(model, "sgd"),
+        plugin={"use_distributed_optimizer": True},
+    ),
     "another size": lambda: _with(plugin={"other_megatron_args": {"num_layers": 5}}),
 }
-
-
-def to_json(path: Path, value: object) -> None:
-    """Write a script's result."""
-    path.write_text(json.dumps(value))

@@ -223,8 +223,7 @@ def _serve() -> None:
 
 def _fork(main, argv: list[str], how: dict, writer: int) -> None:
     """A run, with all that it prints in the pipe; never returns."""
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
+    sys.stdout = sys.stderr = open(writer, "w", encoding="utf-8")  # noqa: SIM115
     code = 99
     try:
         counter = _instrument(**how)

@@ -24,8 +24,11 @@ from fixtures_safety import (
     write_split,
 )
 
-from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard
+from shardwright.ckpt import CheckpointError, RunOptions, jobs, merge, reshard
 from shardwright.ckpt.checkpoint import JOURNAL
+from shardwright.ckpt.containers import files
+from shardwright.tools import merge_ckpt
+from shardwright.tools import reshard as reshard_tool
 
 TO_SHARDS = ("reshard", "hf", "--tp", 2, "--pp", 2)
 TO_BIN = ("reshard", "native", "--tp", 4, "--pp", 1, "--dp", 2, "--no-safe-serialization",
@@ -242,6 +245,60 @@ def test_without_a_call_that_swaps_folders_a_kill_never_costs_the_old_output(for
         assert names(home) == sorted([*job.around, "out"])
         job.clear()
     assert absent
+
+
+@pytest.mark.parametrize(
+    ("argv", "output"), [(TO_SHARDS, "out"), (TO_BIN, "out"), (TO_FOLDER, "out.bin")]
+)
+def test_nothing_is_journalled_or_published_before_it_is_durable(argv, output, home, monkeypatch):
+    """A power cut loses what was not synced: neither journal nor output may be ahead of that."""
+    late, marks = {}, []  # inode -> what was written there and not synced
+
+    def wrote(fd):
+        late[os.fstat(fd).st_ino] = os.readlink(f"/proc/self/fd/{fd}")
+
+    def after(module, name, note):
+        call = getattr(module, name)
+
+        def noted(*args):
+            result = call(*args)
+            note(*args)
+            return result
+
+        monkeypatch.setattr(module, name, noted)
+
+    def journalled(fd, data):
+        lines = [path for path in late.values() if not path.endswith(JOURNAL)]
+        assert not lines, f"journalled before these were synced: {lines}"
+        marks.append("journal")
+        wrote(fd)
+
+    def published(source, target):
+        left = [path for path in late.values() if not path.startswith(f"{source}/{JOURNAL}")]
+        assert not left, f"published before these were synced: {left}"
+        marks.append("rename")
+        late[os.stat(home).st_ino] = str(home)
+
+    def side(root, made):
+        for path in (root / made.name, (root / made.name).parent):
+            late[path.stat().st_ino] = str(path)
+
+    after(files, "PWRITE", lambda fd, data, at: wrote(fd))
+    after(files, "KERNEL_COPY", lambda reader, writer, *_: wrote(writer))
+    after(os, "ftruncate", lambda fd, size: wrote(fd))
+    after(os, "write", journalled)
+    after(os, "fsync", lambda fd: late.pop(os.fstat(fd).st_ino, None))
+    after(os, "rename", published)
+    after(os, "replace", published)
+    after(jobs, "_write_side", side)
+    monkeypatch.setattr(jobs, "SYNC_SECONDS", -1.0)
+    tool, source, *words = argv
+    main = {"reshard": reshard_tool, "merge": merge_ckpt}[tool].main
+    words = [str(word) for word in words]
+    assert main([source, *words, "--workers", "1", "--output", output, "--quiet"]) == 0
+    assert marks.count("journal") > 10
+    assert marks[-1] == "rename"
+    assert not [path for path in late.values() if not path.endswith(f"{JOURNAL} (deleted)")]
 
 
 # --- what --resume refuses --------------------------------------------------------------------

@@ -478,14 +478,12 @@ def test_masters_that_are_not_there_are_not_replaced_by_weights(tmp_path):
         stored(case.config, case.state, 2, 2),
         pack_states(case.config, values, 2, 2),
     )
-    with pytest.raises(
-        CheckpointError, match=r"9 weights have no master, first model\.layers\.0\.input"
-    ):
-        merge(native, tmp_path / "out", from_master=True, run=QUIET)
+    merge(native, tmp_path / "out", from_master=True, run=QUIET)  # an fp32 norm is its own
+    assert_same(load_hf(tmp_path / "out"), case.state)
     hf = write_hf(tmp_path / "hf", case)
     with pytest.raises(CheckpointError, match="have no master"):
-        merge(hf, tmp_path / "out", from_master=True, run=QUIET)
-    assert not (tmp_path / "out").exists()
+        merge(hf, tmp_path / "no", from_master=True, run=QUIET)
+    assert not (tmp_path / "no").exists()
 
 
 # --- Python's view ------------------------------------------------------------------------------

@@ -463,11 +463,11 @@ def test_unhashable_and_costly_keys_are_refused():
 def test_a_nested_tuple_as_key_costs_nothing():
     doubled = b")" + b"".join(b"q%c0h%ch%c\x86" % (i, i, i) for i in range(200))
     deep = b")" + b"\x85" * 300_000  # hashing it would overflow the C stack
-    start = time.perf_counter()
+    start = time.process_time()
     for key in (doubled, deep):
         refused(b"}" + key + b"Ns.", "key")
         refused(b"\x8f(" + key + b"\x90.", "key")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_copying_one_value_over_and_over_is_refused():

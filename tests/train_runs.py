@@ -4,7 +4,8 @@
 two or four ranks in turn, each of which does one job: a ``train-ckpt`` command line, or a function
 of this file. A run then takes a second instead of the ten or more that starting ranks takes.
 
-Run as a script it is a rank of a real launch that does what `FAULTS` says.
+`Launch` is the real command in processes of its own. Run as a script this file is that command
+with ranks that do what `FAULTS` says.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +55,7 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
 }
 CALM = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 SEQ_LENGTH = 16
-TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40))[:500]  # 31 samples of an epoch
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40))[:250]  # 15 samples of an epoch
 EVAL_TEXT = "".join(f"{i} and {i} are {i + i}; " for i in range(40))[:400]
 
 
@@ -66,7 +68,7 @@ class Run:
     world: int = 4
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     resume: str | None = None  # a checkpoint in the place of the runs
-    stop: bool = False  # asked to stop before its first step
+    stop_at: int | None = None  # the step after which it is asked to stop
     fault: str | None = None
 
     def argv(self, place: Path) -> list[str]:
@@ -88,7 +90,7 @@ def command_line(
         "data": place / "data.txt",
         "seq_length": SEQ_LENGTH,
         "micro_batch_size": 2,
-        "global_batch_size": 8,
+        "global_batch_size": 4,
         "steps": 6,
         "lr": 1e-2,
         "save_dir": place / name,
@@ -170,7 +172,7 @@ def in_ranks(folder: Path, jobs: Sequence[Job], timeout_s: float = 570.0) -> lis
 
 def job(run: Run, place: Path) -> Job:
     """A run as a job."""
-    return run.world, "train", {"argv": run.argv(place), "stop": run.stop}
+    return run.world, "train", {"argv": run.argv(place), "stop_at": run.stop_at}
 
 
 def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
@@ -180,9 +182,8 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
         if rank >= world:
             found.append(None)
             continue
-        import faulthandler; faulthandler.cancel_dump_traceback_later(); faulthandler.dump_traceback_later(60, file=open(f"/tmp/p/fh{rank}","w"))
         if rank == 0:
-            print(f"{time.time():.1f} {sum(os.times()[:2]):.1f} job {i}: {name} {arguments}", flush=True)
+            print(f"job {i} at {time.monotonic():.1f} s: {name} {arguments}", flush=True)
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         store = f"file://{folder}/store_{i}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
@@ -199,19 +200,37 @@ def _config(argv: Sequence[str]):
     return settings.from_options(parser.parse_args(argv))
 
 
-def train(argv: Sequence[str], stop: bool = False) -> str:
+def train(argv: Sequence[str], stop_at: int | None = None) -> str:
     """What a rank of ``train-ckpt`` does; the error that it ended with, or nothing."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import loop
     from shardwright.train.errors import TrainError
 
-    os.environ[loop.STOP_FILE] = __file__ if stop else ""
+    asked = loop.Trainer._asked_to_stop
+    if stop_at is not None:
+        loop.Trainer._asked_to_stop = lambda trainer: trainer.step >= stop_at  # type: ignore[method-assign]
     try:
         loop.main(_config(argv))
         return ""
     except (TrainError, CheckpointError) as error:
         _leave()
         return f"{type(error).__name__}: {error}"
+    finally:
+        loop.Trainer._asked_to_stop = asked  # type: ignore[method-assign]
+
+
+def train_poisoned(argv: Sequence[str], rank: int, after: int) -> str:
+    """The same where a weight of a rank becomes NaN after a step."""
+
+    def poison(trainer):
+        with torch.no_grad():
+            next(iter(trainer.engine.named.values())).view(-1)[0] = torch.nan
+
+    restore = _before_step(after, rank, poison)
+    try:
+        return train(argv)
+    finally:
+        restore()
 
 
 def _leave() -> None:
@@ -264,17 +283,17 @@ class Setup:
 
 
 LR = 1e-2
-STEPS = 3  # optimizer steps that are compared with torch's
+STEPS = 2  # optimizer steps that are compared with torch's
 
 
 def batches(vocab: int) -> list[dict[str, torch.Tensor]]:
-    """Eight micro-batches of two rows; in some the loss of tokens is masked, more in each."""
+    """Four micro-batches of two rows; in some the loss of tokens is masked, more in each."""
     random = torch.Generator().manual_seed(11)
     found = []
-    for i in range(8):
+    for i in range(4):
         text = torch.randint(0, vocab, (2, SEQ_LENGTH + 1), generator=random)
         mask = torch.ones(2, SEQ_LENGTH)
-        mask[0, :i] = 0
+        mask[0, : 3 * i] = 0
         at = torch.arange(SEQ_LENGTH).expand(2, -1)
         found.append(
             {
@@ -318,7 +337,6 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
 
     from shardwright.train import loop, state
 
-    os.environ[loop.STOP_FILE] = ""
     trainer = loop.Trainer(_config(argv))
     folder = Path(save_dir)
     gate = threading.Event()
@@ -360,29 +378,71 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
     return found
 
 
+# --- real launches -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A launch that is over."""
+
+    code: int
+    said: str  # stdout and stderr together
+    ended: float  # seconds since the epoch
+
+    @property
+    def errors(self) -> list[str]:
+        """Its lines that say what was wrong."""
+        return [line for line in self.said.splitlines() if line.startswith("error: ")]
+
+
+class Launch:
+    """``train-ckpt`` as a user starts it; with the run's fault its ranks are this file's."""
+
+    def __init__(self, run: Run, place: Path, command: Sequence[str] = ()) -> None:
+        self.folder, self.log = place / run.name, place / f"{run.name}.log"
+        if not command:
+            command = [sys.executable, "-m", "shardwright.tools.train_ckpt"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if run.fault is not None:
+            command = [sys.executable, __file__]
+            env |= {"PYTHONPATH": str(Path(__file__).parent), FAULT: run.fault}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *run.argv(place)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+
+    def wait_for_steps(self, count: int, timeout_s: float = 240.0) -> None:
+        """Return as soon as the metrics have that many steps."""
+        file, deadline = self.folder / "metrics.jsonl", time.monotonic() + timeout_s
+        while not file.exists() or file.read_text().count('"loss"') < count:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float = 240.0) -> Ended:
+        """Wait for the end; whatever still runs then is killed."""
+        try:
+            code = self.process.wait(timeout_s)
+            return Ended(code, self.log.read_text(), time.time())
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end after {timeout_s} s: {self.log.read_text()}") from None
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)  # the session that was started above
+                self.process.wait()
+
+
 # --- ranks that fail ---------------------------------------------------------------------------
 
-
-def launched(run: Run, place: Path, monkeypatch) -> int:
-    """``train-ckpt`` with its own launcher, whose ranks are this file with the run's fault."""
-    from shardwright.tools import train_ckpt
-    from shardwright.train import launch as launcher
-
-    supervise = launcher._supervise
-
-    def with_fault(command: list[str], environment: dict[str, str], stop: Path) -> int:
-        here = Path(__file__)
-        ranks = {"PYTHONPATH": str(here.parent), "TRAIN_RUNS_FAULT": str(run.fault)}
-        assert command[-2:] == ["-m", "shardwright.tools.train_ckpt"]
-        return supervise([*command[:-2], str(here)], {**environment, **ranks}, stop)
-
-    if run.fault is not None:
-        monkeypatch.setattr(launcher, "_supervise", with_fault)
-    return train_ckpt.main(run.argv(place))
+FAULT = "TRAIN_RUNS_FAULT"
 
 
-def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> None:
-    """Let a rank do something before the step after ``when``."""
+def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> Callable[[], None]:
+    """Let a rank do something before the step after ``when``; how to stop that."""
     from shardwright.train import loop
 
     step = loop.Trainer._one_step
@@ -392,30 +452,30 @@ def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> None:
             act(trainer)
         step(trainer, *args)
 
+    def restore() -> None:
+        loop.Trainer._one_step = step  # type: ignore[method-assign]
+
     loop.Trainer._one_step = patched  # type: ignore[method-assign]
-
-
-def _note_the_time(trainer: Any) -> None:
-    (trainer.save_dir / "died").touch()
+    return restore
 
 
 def _killed_while_saving() -> None:
-    """Rank 3 is killed after step 5, when no rank is done with the checkpoint of step 4."""
+    """Rank 3 is killed after step 5, while all ranks write the checkpoint of step 4."""
     from shardwright.train import state
 
     write = state._write_file
 
-    def never(snapshot):
+    def never_ends(snapshot):
+        found = write(snapshot)
         if "checkpoint-4" in str(snapshot.path):
-            write(snapshot)  # all is there but the end
             time.sleep(600.0)
-        return write(snapshot)
+        return found
 
     def die(trainer):
-        _note_the_time(trainer)
+        (trainer.save_dir / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    state._write_file = never
+    state._write_file = never_ends
     _before_step(5, 3, die)
 
 
@@ -423,7 +483,7 @@ def _exits() -> None:
     """Rank 1 ends without a word after step 2, as a library's exit() would end it."""
 
     def die(trainer):
-        _note_the_time(trainer)
+        (trainer.save_dir / "died").touch()
         os._exit(7)
 
     _before_step(2, 1, die)
@@ -433,31 +493,33 @@ def _raises() -> None:
     """Rank 1 meets a bug after step 2."""
 
     def die(trainer):
-        _note_the_time(trainer)
+        (trainer.save_dir / "died").touch()
         raise RuntimeError("the bug of rank 1")
 
     _before_step(2, 1, die)
 
 
-def _poisoned() -> None:
-    """A weight of rank 1 becomes NaN after step 2."""
-
-    def poison(trainer):
-        with torch.no_grad():
-            next(iter(trainer.engine.named.values())).view(-1)[0] = torch.nan
-
-    _before_step(2, 1, poison)
+FAULTS = {"killed while saving": _killed_while_saving, "exits": _exits, "raises": _raises}
 
 
-FAULTS = {
-    "killed while saving": _killed_while_saving,
-    "exits": _exits,
-    "raises": _raises,
-    "poisoned": _poisoned,
-}
+def _main() -> int:
+    """The launcher, whose ranks are this file too; or such a rank."""
+    from shardwright.tools import train_ckpt
+
+    if "RANK" in os.environ:
+        FAULTS[os.environ[FAULT]]()
+        return train_ckpt.main()
+    from shardwright.train import launch as launcher
+
+    supervise = launcher._supervise
+
+    def of_ours(command: list[str], environment: dict[str, str], stop: Path) -> int:
+        assert command[-2:] == ["-m", "shardwright.tools.train_ckpt"]
+        return supervise([*command[:-2], __file__], environment, stop)
+
+    launcher._supervise = of_ours
+    return train_ckpt.main()
+
 
 if __name__ == "__main__":
-    from shardwright.tools.train_ckpt import main
-
-    FAULTS[os.environ["TRAIN_RUNS_FAULT"]]()
-    sys.exit(main())
+    sys.exit(_main())

@@ -435,6 +435,10 @@ class Accelerator:
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
         """Gradients of the block stay on this data-parallel rank."""
+        if self._need_engine().options.overlap:
+            raise TrainError(
+                "no_sync: overlap_grad_reduce reduces gradients while they are computed; drop one"
+            )
         before, self.sync_gradients = self.sync_gradients, False
         try:
             yield
@@ -644,7 +648,7 @@ class Accelerator:
         held, target = self._need_held(), Path(save_directory).absolute()
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
         place = target.parent / f".{target.name}.shards"
-        saver = Saver(held, weights_only=True)
+        saver = Saver(held, weights_only=True, reserve=False)
         saver.save(place / "model", self.step, {}, self._sides())
         saver.wait()
 
@@ -752,7 +756,7 @@ class Accelerator:
         engine, held = self._need_engine(), self._need_held()
         self.wait_for_everyone()
         found = load(
-            input_dir, held, weights_only=not self.settings.saving.load_optimizer,
+            Path(input_dir), held, weights_only=not self.settings.saving.load_optimizer,
             seed=self.seed, log=self.print,
         )  # fmt: skip
         self.step, self._accumulated, self.sync_gradients = found.step, 0, True

@@ -650,6 +650,7 @@ def faults_of(config: TrainConfig) -> list[str]:
     return [
         *_layout_faults(config.parallelism, config.batch),
         *_optimizer_faults(config.optimizer, config.schedule),
+        *_distributed_faults(config.parallelism, config.optimizer),
         *_saving_faults(config.saving),
     ]
 
@@ -696,6 +697,15 @@ def _optimizer_faults(optimizer: Optimizer, schedule: Schedule | None) -> list[s
             f"weight decay falls from {schedule.wd_start} to {schedule.wd_end}; it may only grow"
         )
     return faults
+
+
+def _distributed_faults(layout: Parallelism, optimizer: Optimizer) -> list[str]:
+    if not layout.distributed_optimizer or optimizer.name != "sgd":
+        return []
+    return [
+        "megatron-core's distributed optimizer has no sgd; use adamw or adam, or leave "
+        "use_distributed_optimizer out"
+    ]
 
 
 def _saving_faults(saving: Saving) -> list[str]:

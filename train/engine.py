@@ -89,7 +89,7 @@ class Engine:
             self.named.update(stored_parameters(chunk))
         if trained is not None:
             self._freeze(trained)
-        self.chunks = [self._wrapped(chunk, i) for i, chunk in enumerate(self.modules)]
+        self.chunks: list[Any] = [self._wrapped(c, i) for i, c in enumerate(self.modules)]
         self.graphs = self._layer_graphs()
         self.optimizer: MegatronOptimizer | None = None
         self.view: optim.OptimizerView | None = None
@@ -169,7 +169,14 @@ class Engine:
             sharded=self.options.distributed_optimizer and p.dp > 1,
             vocab_multiple=self.model_options.vocab_multiple,
             control=p.control_group,
+            settle=self.settle,
         )
+
+    def settle(self) -> None:
+        """Gather the weights that the next forward pass would gather."""
+        if self.options.overlap and self.options.distributed_optimizer:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def facts(self) -> dict[str, object]:
         """What the model is under the names of Megatron's arguments."""
@@ -295,15 +302,20 @@ class Engine:
             for k, v in batch.items()
         }
 
-    def _weighted(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch without positions that do not count, and its portion of the whole loss."""
+    def _weighted(self, batch: Batch) -> dict[str, Any]:
+        """The batch without positions that do not count, and its portion of the whole loss.
+
+        Its attention mask becomes the one that the model takes, here and not in the schedule,
+        since reading it waits for a GPU that has it.
+        """
         mask = batch["loss_mask"]
         for token in self.options.eod_tokens:
             mask = mask * (batch["tokens"] != token)
         portion = mask.sum(dtype=torch.float64)
         if not self.options.per_token_loss:
             portion = (portion > 0).double()
-        return {**batch, "loss_mask": mask, "portion": portion}
+        hidden = _hidden_keys(batch.get("attention_mask"))
+        return {**batch, "attention_mask": hidden, "loss_mask": mask, "portion": portion}
 
     def _total(self, portions: torch.Tensor | int, forward_only: bool) -> float:
         """The portions of all data-parallel ranks."""
@@ -344,7 +356,7 @@ class Engine:
             names = sorted(losses[0]["reported"])
             sums = [sum(loss["reported"][name].double() for loss in losses) for name in names]
             if names:
-                row = torch.stack(sums).to(self.parallel.device)  # type: ignore[arg-type]
+                row = torch.stack(sums).to(self.parallel.device)
                 dist.all_reduce(row, group=state.get_data_parallel_group())
                 box = [dict(zip(names, (row / total).tolist(), strict=True))]
         if self.parallel.pp > 1:
@@ -400,11 +412,13 @@ class Engine:
         assert self.optimizer is not None, "attach_optimizer first"
         done, norm, _ = self.optimizer.step()
         norm = float(norm) if norm is not None else float(self.optimizer.get_grad_norm())
-        self._note_faults(norm, *(p.main_grad for p in self.named.values() if p.requires_grad))
+        trained: list[Any] = [p for p in self.named.values() if p.requires_grad]
+        self._note_faults(norm, *(param.main_grad for param in trained))
         return StepResult(norm, not done)
 
     def params_norm(self) -> float:
         """The L2 norm of all weights, each counted once."""
+        self.settle()
         shared = import_megatron("transformer.module").param_is_not_shared
         single = import_megatron("tensor_parallel").param_is_not_tensor_parallel_duplicate
         box = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
@@ -445,7 +459,7 @@ def _forward_step(
     output = chunk(
         batch["tokens"],
         batch["position_ids"],
-        _hidden_keys(batch.get("attention_mask")),
+        batch["attention_mask"],
         labels=None if run.collect else batch["labels"],
     )
     return output, partial(_loss, run, batch)

@@ -44,7 +44,7 @@ def install() -> None:
 
 def accumulate(x: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
     """total += gradient^T x: [rows, in] and [rows, out] in any type, [out, in] in fp32."""
-    if x.dtype != total.dtype and _adds_in_place():
+    if x.dtype != total.dtype and _adds_in_place(total.device):
         torch.addmm(total, gradient.t(), x, out_dtype=total.dtype, out=total)
     elif x.dtype == total.dtype:
         total.addmm_(gradient.t(), x)
@@ -55,11 +55,12 @@ def accumulate(x: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> 
 _adding: bool | None = None
 
 
-def _adds_in_place() -> bool:
+def _adds_in_place(device: torch.device) -> bool:
     """Whether this torch multiplies bf16 matrices into an fp32 one."""
     global _adding
     if _adding is None:
-        total, x = torch.ones(16, 16, device="cuda"), torch.ones(16, 16, device="cuda").bfloat16()
+        total = torch.ones(16, 16, device=device)
+        x = total.bfloat16()
         try:
             torch.addmm(total, x, x, out_dtype=total.dtype, out=total)
             _adding = bool((total == 17).all())
@@ -79,7 +80,7 @@ def rotate(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
         half = freqs[..., : freqs.shape[-1] // 2].detach()
         found = half.cos().to(t.dtype), half.sin().to(t.dtype)
         freqs._cos_sin = found  # type: ignore[attr-defined]
-    rotated: torch.Tensor = _Rotation.apply(t[..., : freqs.shape[-1]], *found)  # type: ignore[no-untyped-call]
+    rotated: torch.Tensor = _Rotation.apply(t[..., : freqs.shape[-1]], *found)
     rest = t[..., freqs.shape[-1] :]
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
@@ -119,7 +120,7 @@ def cross_entropy(
     capturable: bool = False,
 ) -> torch.Tensor:
     """Losses [S, B] in fp32 of logits [S, B, V of this tp rank] and labels [S, B]."""
-    found: torch.Tensor = _CrossEntropy.apply(logits, labels, group)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _CrossEntropy.apply(logits, labels, group)
     return found
 
 
@@ -165,9 +166,7 @@ _sums = torch.compile(_plain_sums)
 
 
 @torch.compile
-def _largest_and_sums(
-    logits: torch.Tensor, own: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest_and_sums(logits: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = _plain_largest(logits)
     return largest, _plain_sums(logits, largest, own)
 

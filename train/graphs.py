@@ -107,7 +107,7 @@ class LayerGraphs:
             recording = self._free(hidden_states, given)
             self.replaying = recording is not None
             if recording is not None:
-                return _Replay.apply(hidden_states, recording), None  # type: ignore[no-untyped-call]
+                return _Replay.apply(hidden_states, recording), None
         elif self.replaying:
             return hidden_states, given.get("context")
         return self.ordinary[index](hidden_states=hidden_states, **given)

@@ -211,7 +211,7 @@ class PreparedLoader:
         full, rows = self.total_batch_size, []
         start: list[Any] = []
         self.remainder = full
-        for row in self.dataset:
+        for row in self.dataset:  # type: ignore[attr-defined]
             rows.append(row)
             if len(start) < full:
                 start.append(row)

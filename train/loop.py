@@ -22,6 +22,7 @@ from shardwright.ckpt.reader import LATEST, follow, is_checkpoint
 from . import config as settings
 from .config import TrainConfig
 from .data import Batches, EvalBatches, Samples, open_corpus
+from .data_index import find_tokenizer
 from .engine import Engine, EngineOptions
 from .errors import TrainError
 from .metrics import Metrics, flops_per_token, peak_memory_bytes
@@ -179,6 +180,7 @@ class Trainer:
             EngineOptions(
                 self.config.parallelism.distributed_optimizer, self.config.parallelism.overlap,
                 self.config.optimizer.check_for_nan,
+                per_token_loss=self.config.data.per_token_loss, eod_tokens=self._eod_tokens(),
             ),
         )  # fmt: skip
         settings.check_expected(
@@ -197,7 +199,7 @@ class Trainer:
         )  # fmt: skip
         self.saver = Saver(
             self.held, keep_last=saving.keep_last, log=self.say,
-            weights_only=not saving.save_optimizer,
+            weights_only=not saving.save_optimizer, reserve=self.save_dir is not None,
         )  # fmt: skip
 
     def say(self, line: str) -> None:
@@ -208,6 +210,12 @@ class Trainer:
                 print(line, flush=True)
             else:
                 metrics.say(line)
+
+    def _eod_tokens(self) -> tuple[int, ...]:
+        """The end-of-document token, where its positions do not count toward the loss."""
+        if not self.config.data.eod_mask_loss:
+            return ()
+        return (find_tokenizer(self.source.folder, self.model.sizes["vocab"]).load()[1],)
 
     def _open_data(self) -> None:
         d, p = self.config.data, self.parallel
@@ -336,9 +344,10 @@ class Trainer:
         seconds = time.monotonic() - started
         d = self.config.data
         tokens = self.config.batch.samples_per_step * (d.seq_length or 0) / seconds
+        more = {"params_norm": engine.params_norm()} if self.config.logging.params_norm else {}
         self.metrics.add(
             {"step": self.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm,
-             "tokens_per_s": tokens},
+             "tokens_per_s": tokens, **more},
             {"loss": f"{loss:.4f}", "lr": f"{lr:.2e}", "norm": f"{result.grad_norm:.2f}",
              "tok/s": f"{tokens:.0f}",
              "TF/s": f"{tokens * per_token / self.parallel.world_size / 1e12:.2f}",

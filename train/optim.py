@@ -177,6 +177,20 @@ class OptimizerView:
                 if state in STATES and tensor is not None:
                     yield Slot(state, tensor, start, stop)
 
+    def sizes(self, param: torch.nn.Parameter) -> list[int]:
+        """Bytes of the states that ``slots`` yields once all are created, in no set order."""
+        found = []
+        for part in self.parts:
+            main, _, _ = _main_param(part, param)
+            if main is None:
+                continue
+            adam = isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            momentum = any(group.get("momentum") for group in part.optimizer.param_groups)
+            count = 2 if adam else int(momentum)
+            count += main is not param and param.dtype != torch.float32
+            found += [main.numel() * main.element_size()] * count
+        return found
+
     def step(self) -> int:
         """Optimizer steps done; the same for every parameter."""
         found = [

@@ -181,6 +181,8 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
+    # its distributed optimizer asks parts of parameters for gradients that they do not have
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
     state = import_megatron("parallel_state")
     if state.model_parallel_is_initialized():
         raise TrainError("this process is a rank of a layout already; call shutdown() first")

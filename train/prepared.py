@@ -278,8 +278,9 @@ class PreparedModel:
                 )
             made = [as_engine_batch(one) for one in self._sliced(batch)]
         length = made[0]["tokens"].shape[1]
-        for one in made:
-            self._check_positions(one["position_ids"])
+        if make is not None or batch.get("position_ids") is not None:
+            for one in made:
+                self._check_positions(one["position_ids"])
         multiple = self.engine.sequence_multiple
         return [padded(one, multiple) for one in made], length
 
@@ -350,8 +351,6 @@ def from_tuple(given: Any) -> dict[str, torch.Tensor]:
             f"an attention_mask of shape {tuple(mask.shape)}; give [rows, sequence], 1 for a token "
             "and 0 for padding"
         )
-    if mask is not None and mask.dim() == 2 and bool((mask != 0).all()):
-        made["attention_mask"] = None
     return {name: value for name, value in made.items() if value is not None}
 
 

@@ -63,6 +63,7 @@ class RankState:
     sharded: bool  # the optimizer is cut over dp
     vocab_multiple: int
     control: dist.ProcessGroup | None  # gloo, for agreement on saves
+    settle: Callable[[], None] = lambda: None  # every rank's weights are those of the last step
     placement: shards_out.Placement = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +83,14 @@ class RankState:
             for slot in self.optimizer.slots(param)
         ]
         return sorted(found, key=lambda held: held.live.state)
+
+    def bytes_to_save(self, weights_only: bool) -> list[int]:
+        """The sizes of the tensors that this rank saves, in no set order."""
+        params = [param for _, param in self._rows()]
+        found = [p.numel() * p.element_size() for p in params if self.dp_rank == 0]
+        if self.optimizer is None or weights_only or not (self.sharded or self.dp_rank == 0):
+            return found
+        return found + [size for param in params for size in self.optimizer.sizes(param)]
 
     def _rows(self) -> list[tuple[Any, torch.nn.Parameter]]:
         rows = self.placement.placed[self.coord]
@@ -144,6 +153,7 @@ def load(
     """
     ckpt = read_checkpoint(path, read or ReadOptions())
     _check_model(ckpt, held)
+    held.settle()
     source = _as_masters(ckpt.manifest, held)
     states = {category_of(fqn) for fqn in ckpt.manifest.tensors} - {""}
     with_optimizer = bool(states) and not weights_only and held.optimizer is not None
@@ -264,6 +274,78 @@ class _Snapshot:
     metadata: dict[str, str]
 
 
+_SLAB = 1 << 29  # bytes; a power of two, to which torch rounds what it pins
+_LARGE = _SLAB // 8  # tensors above this have memory of their own
+
+
+class HostMemory:
+    """Host memory that a GPU copies to at full speed, allocated once and in the background.
+
+    Pinning takes as long as filling the memory: seconds for a model of a billion parameters.
+    One save uses it at a time.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        """``sizes``: the bytes of the tensors of a save, in any order."""
+        self._device = device
+        self._large: list[torch.Tensor] = []
+        self._slabs: list[torch.Tensor] = []
+        self._free: list[torch.Tensor] = []  # of the large ones
+        self._used: list[int] = []  # bytes of each slab
+        self.seconds = 0.0  # that the allocation took
+        self._thread = threading.Thread(target=self._allocate, args=(sizes,), daemon=True)
+        self._thread.start()
+
+    def _allocate(self, sizes: Sequence[int]) -> None:
+        started = time.monotonic()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread's is the first GPU
+        small = sum(_aligned(size) for size in sizes if size <= _LARGE)
+        slabs = -(-small // (_SLAB - _LARGE))  # whatever the order, less than _LARGE stays empty
+        try:
+            for size in sizes:
+                if size > _LARGE:
+                    self._large.append(self._pinned(size))
+            for _ in range(slabs):
+                self._slabs.append(self._pinned(_SLAB))
+        except RuntimeError:
+            pass  # too little memory: a save that needs it will say so
+        self.seconds = time.monotonic() - started
+
+    def _pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    @property
+    def ready(self) -> bool:
+        """Whether the allocation is over."""
+        return not self._thread.is_alive()
+
+    def clear(self) -> None:
+        """Forget every tensor; waits for the allocation."""
+        self._thread.join()
+        self._free = list(self._large)
+        self._used = [0] * len(self._slabs)
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """An uninitialized tensor of that shape and type, on which nothing else lies."""
+        size = like.numel() * like.element_size()
+        return self._bytes(size).view(like.dtype).view(like.shape)
+
+    def _bytes(self, size: int) -> torch.Tensor:
+        if size > _LARGE:
+            found = next((i for i, x in enumerate(self._free) if x.numel() == size), None)
+            return self._free.pop(found) if found is not None else self._pinned(size)
+        for i, used in enumerate(self._used):
+            if used + size <= _SLAB:
+                self._used[i] = used + _aligned(size)
+                return self._slabs[i][used : used + size]
+        return self._pinned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
+
+
 class Saver:
     """Writes checkpoints ``SAVE_DIR/checkpoint-STEP`` while training goes on."""
 
@@ -274,9 +356,15 @@ class Saver:
         keep_last: int | None = None,
         log: Log = lambda line: None,
         weights_only: bool = False,
+        reserve: bool = True,
     ) -> None:
+        """``reserve`` host memory at once where tensors lie on a GPU, if a save is to come."""
         self.held, self.keep_last, self.log = held, keep_last, log
         self.weights_only = weights_only
+        self.memory: HostMemory | None = None
+        device = next(iter(held.named.values())).device
+        if reserve and device.type == "cuda":
+            self.memory = HostMemory(held.bytes_to_save(weights_only), device)
         self.stalled_s = 0.0  # how long the last `save` made the step wait
         self._pending: _Pending | None = None
 
@@ -294,11 +382,14 @@ class Saver:
         """
         self.wait()
         started = time.monotonic()
+        self.held.settle()
         stage = final.parent / f".{final.name}.partial"
         if self.held.rank == 0:
             shutil.rmtree(stage, ignore_errors=True)
             stage.mkdir(parents=True)
         _barrier(self.held.control)
+        if self.memory is not None:
+            self.memory.clear()
         snapshots = self._snapshots(stage, step)
         thread = threading.Thread(target=self._write, args=(snapshots,), daemon=True)
         self._pending = _Pending(step, final, stage, thread, tuple(sides), dict(state))
@@ -339,7 +430,8 @@ class Saver:
             ranges = {h.live.key: _range(h.live) for h in tensors}
             meta["ranges"] = json.dumps(ranges)
         name = shard_names.file_name(kind, coord, "safetensors")
-        return _Snapshot(stage / name, specs, [_to_host(h.tensor) for h in tensors], meta)
+        copies = [_to_host(h.tensor, self.memory) for h in tensors]
+        return _Snapshot(stage / name, specs, copies, meta)
 
     def _write(self, snapshots: Sequence[_Snapshot]) -> None:
         """In the background thread: this rank's files, synced and digested."""
@@ -437,12 +529,11 @@ def _dtype(tensor: torch.Tensor) -> str:
     return FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _to_host(tensor: torch.Tensor, memory: HostMemory | None) -> torch.Tensor:
     """A copy in host memory that later steps do not change."""
-    if tensor.device.type == "cpu":
-        return tensor.detach().clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor.detach(), non_blocking=True)
+    if memory is None:
+        return tensor.detach().to("cpu", copy=True)
+    return memory.take(tensor).copy_(tensor.detach(), non_blocking=True)
 
 
 def _write_file(snapshot: _Snapshot) -> tuple[int, str]:

@@ -14,8 +14,8 @@ class Trackers:
     """What a script logs: ``log_with`` names ``tensorboard``, ``all`` (the same) or nothing."""
 
     def __init__(self, log_with: Any, project_dir: str | None) -> None:
-        names = [log_with] if isinstance(log_with, str) or log_with is None else list(log_with)
-        names = [str(getattr(name, "value", name)) for name in names if name is not None]
+        given = [log_with] if isinstance(log_with, str) or log_with is None else list(log_with)
+        names = [str(getattr(name, "value", name)) for name in given if name is not None]
         unknown = sorted(set(names) - {"tensorboard", "all"})
         if unknown:
             raise TrainError(f"log_with {', '.join(unknown)}: only tensorboard is supported")

@@ -108,6 +108,7 @@ def collect(held: RankState) -> dict[str, torch.Tensor]:
     Each rank contributes what it holds; a sum of bytes joins them, since every byte comes from
     one rank alone. Needs memory for the whole model; ``save_model`` does not.
     """
+    held.settle()
     weights = held.weights()
     ours = {h.live.key: h.tensor.detach().to("cpu").contiguous() for h in weights}
     dtype = weights[0].live.dtype

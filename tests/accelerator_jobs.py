@@ -14,6 +14,7 @@ import json
 import os
 import runpy
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,13 +213,13 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
     from shardwright.train import TrainError
     from shardwright.train.parallel import import_megatron, shutdown
 
-    rank, found = int(os.environ["RANK"]), []
+    rank, found, started = int(os.environ["RANK"]), [], time.monotonic()
     for i, (world, name, arguments) in enumerate(jobs):
         if rank >= world:
             found.append(None)
             continue
         if rank == 0:
-            print(f"job {i}: {name} {arguments}", flush=True)
+            print(f"job {i} at {time.monotonic() - started:.1f} s: {name} {arguments}", flush=True)
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         store = f"file://{folder}/store_{i}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
@@ -674,9 +675,76 @@ def consumed() -> list[list[int]]:
     return found + [[int(i) for batch in whole for i in batch["row"]] for _ in range(4)]
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without an index."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(make_rows(10))
+
+
+def orders() -> dict[str, Any]:
+    """The rows that loaders of every kind give this rank, on two data-parallel ranks."""
+    case = Case(plugin={"num_micro_batches": 2}, accumulate=4, rows=30)
+    accelerator = made(case)
+    model, _, loader, _ = prepared(case, accelerator)
+    rows, data = make_rows(10), torch.utils.data
+    weights = [1.0 + i for i in range(10)]
+    loaders = {
+        "stream": data.DataLoader(Stream(), batch_size=2),
+        "workers": data.DataLoader(rows, batch_size=2, num_workers=1),
+        "dropping": data.DataLoader(rows, batch_size=2, drop_last=True),
+        "subset": data.DataLoader(
+            rows, batch_size=2, sampler=data.SubsetRandomSampler([1, 3, 5, 7, 9])
+        ),
+        "weighted": data.DataLoader(
+            rows, batch_size=2, sampler=data.WeightedRandomSampler(weights, 8)
+        ),
+        "generator": data.DataLoader(
+            rows, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)
+        ),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    made_loaders = dict(zip(loaders, accelerator.prepare(*loaders.values()), strict=True))
+    for name, one in made_loaders.items():
+        found[name] = [(b["row"].tolist(), b["labels"][:, -1].tolist()) for b in one]
+    shuffled = made_loaders["generator"]
+    for _ in shuffled:
+        break  # an epoch that is broken off is over
+    found["third"] = [b["row"].tolist() for b in shuffled]
+    shuffled.set_epoch(2)
+    found["third again"] = [b["row"].tolist() for b in shuffled]
+    found["synchronized"] = []
+    for batch in loader:  # a whole evaluation within each step ends no accumulation
+        batch.pop("row")
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            found["synchronized"].append(accelerator.sync_gradients)
+        assert len(list(made_loaders["workers"])) == len(made_loaders["workers"])
+    return found
+
+
+def broken_gradient(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    """A finite loss whose gradient is not."""
+    return losses.mean() + (losses.sum() * 0.0).sqrt(), {}
+
+
+def not_checked() -> list[float]:
+    """Losses after a step that made every weight NaN, where nobody checks."""
+    case = Case(
+        plugin={"custom_loss_function": broken_gradient, "check_for_nan_in_loss_and_grad": False}
+    )
+    accelerator = made(case)
+    model, optimizer, loader, schedule = prepared(case, accelerator)
+    pairs = zip(range(2), loader, strict=False)
+    return [
+        one_batch(case, accelerator, model, optimizer, schedule, batch)["loss"]
+        for _, batch in pairs
+    ]
+
+
 def faulty(folder: str) -> str:
     """A weight of rank 2 becomes NaN after a save; the error that every rank ends with."""
-    case = Case("llama", 4, {"tp_degree": 2, "pp_degree": 2})
+    case = Case("llama", 4, {"tp_degree": 2, "pp_degree": 2, "no_save_optim": True})
     accelerator = made(case)
     model, optimizer, loader, schedule = prepared(case, accelerator)
     for number, batch in enumerate(loader):
@@ -727,6 +795,19 @@ def _call(change: Any, plugin: Mapping[str, Any] | None = None, **config: Any) -
     batch = next(iter(loader))
     batch.pop("row")
     model(**change(batch))
+
+
+def _broken_gradient() -> None:
+    case = Case(plugin={"custom_loss_function": broken_gradient})
+    accelerator = made(case)
+    model, optimizer, loader, schedule = prepared(case, accelerator)
+    one_batch(case, accelerator, model, optimizer, schedule, next(iter(loader)))
+
+
+def _no_sync() -> None:
+    accelerator, model, _, _ = _with(plugin={"other_megatron_args": {"overlap_grad_reduce": True}})
+    with accelerator.no_sync(model):
+        pass
 
 
 def _another_loss() -> None:
@@ -800,6 +881,8 @@ def _kept(change: Mapping[str, Any]):
 
 
 REFUSED = {
+    "a gradient that is not finite": _broken_gradient,
+    "no_sync and overlap": _no_sync,
     "another loss": _another_loss,
     "the loss of eval": _loss_of_eval,
     "unknown keys": lambda: _call(

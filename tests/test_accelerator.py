@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,8 +49,8 @@ CASES: Mapping[str, Case] = {
         plugin={"num_micro_batches": 2}, accumulate=2, shuffle=True, clip=0.5, schedule="multistep"
     ),
     "tp2 pp2, right padding, own groups": Case(
-        "llama", 4, {**TP2PP2, "return_logits": True}, pads="right", optimizer="groups",
-        schedule="transformers",
+        "llama", 4, {**TP2PP2, "return_logits": True, "partition_activations": True},
+        pads="right", optimizer="groups", schedule="transformers",
     ),
     "tp2 dp2, distributed, left padding, frozen first layers": Case(
         "gpt2", 4, {"tp_degree": 2, "use_distributed_optimizer": True}, pads="left",
@@ -67,7 +68,8 @@ CASES: Mapping[str, Case] = {
     "pp2, interleaved, full recomputation": Case(
         "llama", 2, accumulate=3,
         plugin={"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1,
-                "num_micro_batches": 2, "checkpoint_num_layers": 1},
+                "num_micro_batches": 2, "checkpoint_num_layers": 1,
+                "other_megatron_args": {"make_vocab_size_divisible_by": 1}},
     ),
     "pp2, a short last stage, block recomputation": Case(
         "llama", 2, epochs=1,
@@ -76,6 +78,11 @@ CASES: Mapping[str, Case] = {
     ),
     "dp2, distributed, bf16": Case(
         "llama", 2, {"use_distributed_optimizer": True}, "bf16", epochs=1
+    ),
+    "pp2 dp2, distributed, overlapped": Case(
+        "gpt2", 4, epochs=1,
+        plugin={"pp_degree": 2, "num_micro_batches": 2, "use_distributed_optimizer": True,
+                "other_megatron_args": {"overlap_grad_reduce": True}},
     ),
 }  # fmt: skip
 EVALUATED = [name for name, case in CASES.items() if case.pads != "left" and case.precision == "no"]
@@ -168,6 +175,8 @@ def ran(place: Path) -> dict[str, Any]:
         "faulty": (4, "faulty", {"folder": str(place)}),
         "schedules": (1, "schedules", {}),
         "consumed": (1, "consumed", {}),
+        "orders": (2, "orders", {}),
+        "not checked": (1, "not_checked", {}),
         "refusals": (1, "refusals", {"names": list(REFUSED)}),
     }
     return in_ranks(place / "first", jobs)
@@ -376,6 +385,37 @@ def test_consumed_samples_begin_where_an_earlier_run_ended(ran: dict[str, Any]) 
     assert following == whole[3]
 
 
+def test_loaders_of_every_kind_give_each_rank_its_rows(ran: dict[str, Any]) -> None:
+    first, second = ran["orders"]
+    labels = [row["labels"][-1].item() for row in make_rows(10)]
+    for name in ("stream", "workers"):
+        assert [rows for rows, _ in first[name]] == [[0, 1, 4, 5], [8, 9, 2, 3]]
+        assert [rows for rows, _ in second[name]] == [[2, 3, 6, 7], [0, 1, 4, 5]]
+        # rows that only fill up the last batch have no labels
+        assert first[name][1][1] == [labels[8], labels[9], -100, -100]
+        assert second[name][1][1] == [-100] * 4
+    assert [rows for rows, _ in first["dropping"]] == [[0, 1, 4, 5]]
+    for name in ("subset", "weighted", "generator"):
+        places = [[*a[:2], *b[:2], *a[2:], *b[2:]] for (a, _), (b, _)
+                  in zip(first[name], second[name], strict=True)]  # fmt: skip
+        found = [*chain(*places)]
+        if name == "subset":
+            assert sorted(found[:5]) == [1, 3, 5, 7, 9]
+        if name == "generator":
+            assert sorted(found[:10]) == list(range(10))
+
+
+def test_an_epoch_that_is_broken_off_does_not_come_again(ran: dict[str, Any]) -> None:
+    found = ran["orders"][0]
+    assert found["third"] == found["third again"]
+    assert found["third"] != [rows for rows, _ in found["generator"]]
+
+
+def test_an_evaluation_within_a_step_ends_no_accumulation(ran: dict[str, Any]) -> None:
+    # thirty rows are four batches of eight, the last of which ends the epoch
+    assert ran["orders"][0]["synchronized"] == [False, False, False, True]
+
+
 # --- saving and resuming -----------------------------------------------------------------------
 
 
@@ -561,11 +601,17 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_what_was_saved(
     for rank in ran["faulty"]:
         assert "step 2: the loss is nan (first on rank 2 of 4)" in rank
     assert open_checkpoint(place / "before").step == 1
+    assert not list((place / "before").glob("optimizer*"))  # no_save_optim
+    first, second = ran["not checked"][0]
+    assert math.isfinite(first)
+    assert math.isnan(second)
 
 
 # --- what is refused ---------------------------------------------------------------------------
 
 ERRORS: Mapping[str, tuple[str, ...]] = {
+    "a gradient that is not finite": ("step 1: the gradient norm is nan (first on rank 0 of 1)",),
+    "no_sync and overlap": ("overlap_grad_reduce",),
     "another loss": ("not the loss that the prepared model returned", "custom_loss_function"),
     "the loss of eval": ("eval mode", "model.train()"),
     "unknown keys": ("token_type_ids, use_cache", "collate"),

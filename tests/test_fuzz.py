@@ -4,6 +4,7 @@ Where a damaged checkpoint is still read, the output must say what the damaged i
 our own comparison, and by the libraries of the formats where those read it too.
 """
 
+import copy
 import json
 import os
 import resource
@@ -123,8 +124,8 @@ def json_edits(draw):
 
 def damage_json(table, changes):
     """Apply ``json_edits`` to an object."""
-    for kind, walk, odd in changes:
-        spot, keys = table, None
+    for kind, walk, value in changes:
+        spot, keys, odd = table, None, copy.deepcopy(value)
         for step in walk:
             keys = list(spot) if isinstance(spot, dict) else list(range(len(spot)))
             if not keys:

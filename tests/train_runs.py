@@ -224,7 +224,7 @@ def train_poisoned(argv: Sequence[str], rank: int, after: int) -> str:
 
     def poison(trainer):
         with torch.no_grad():
-            next(iter(trainer.engine.named.values())).view(-1)[0] = torch.nan
+            trainer.engine.named["decoder.layers.0.input_layernorm.weight"][0] = torch.nan
 
     restore = _before_step(after, rank, poison)
     try:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import sys
 import time
 from collections.abc import Sequence
 
 from shardwright.train import config as settings
+from shardwright.train.errors import LOST_A_RANK
 
 from . import options
 
@@ -38,13 +42,27 @@ def _run_rank(config: settings.TrainConfig) -> int:
     """One rank. All ranks meet most errors alike: the first speaks, the others soon end with it."""
     from shardwright.train.loop import main as run
 
+    rank = os.environ["RANK"]
     try:
         run(config)
     except ValueError:
-        if os.environ["RANK"] != "0":
-            time.sleep(3.0)
+        if rank != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the end that the first one brings
+            time.sleep(10.0)
         raise
+    except RuntimeError as error:
+        lost = _LOST.search(str(error))
+        if lost is None:
+            raise
+        print(f"rank {rank}: lost another rank ({lost[0]}), so it ends too", file=sys.stderr)
+        return LOST_A_RANK
     return options.DONE
+
+
+# What gloo and NCCL say when the process at the other end is gone.
+_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting \d+ms"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -102,7 +102,7 @@ class Accelerator:
         self._forget()
         self._keep: Path | None = None  # registered objects of the save under way
         atexit.register(self._at_exit)
-        for line in (*self.settings.notes, *_idle_fields(self.plugin)):
+        for line in (*self.settings.notes, *self._idle_settings()):
             self.print(line)
 
     def _forget(self) -> None:
@@ -122,6 +122,17 @@ class Accelerator:
         self._loss: torch.Tensor | None = None
         self._original: Any = None
         self._positions: int | None = None
+
+    def _idle_settings(self) -> list[str]:
+        """Lines on settings that only train-ckpt has a use for, or that need another one."""
+        plugin = self.plugin
+        idle = [name for name in ("eval_iters", "eval_interval") if plugin.given(name)]
+        lines = [f"{name}: no effect here, since the script says when to evaluate" for name in idle]
+        if plugin.set_all_logging_options and plugin.tensorboard_dir is None:
+            lines.append("set_all_logging_options: no effect without tensorboard_dir")
+        if self.settings.parallelism.overlap and self.gradient_accumulation_steps > 1:
+            lines.append("overlap_grad_reduce: no effect with gradient accumulation")
+        return lines
 
     def _settings(self, world: int, **more: Any) -> TrainConfig:
         """The plugin's settings with what is known of optimizer and batches."""
@@ -918,15 +929,6 @@ def _accumulation(given: int | None) -> int:
 
 def _is_true(text: str) -> bool:
     return text.strip().lower() in ("1", "true", "yes", "y", "on", "t")
-
-
-def _idle_fields(plugin: MegatronLMPlugin) -> list[str]:
-    """Lines on fields that only train-ckpt has a use for, or that need another field."""
-    idle = [name for name in ("eval_iters", "eval_interval") if plugin.given(name)]
-    lines = [f"{name}: no effect here, since the script says when to evaluate" for name in idle]
-    if plugin.set_all_logging_options and plugin.tensorboard_dir is None:
-        lines.append("set_all_logging_options: no effect without tensorboard_dir")
-    return lines
 
 
 def _map(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

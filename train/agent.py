@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+from .errors import LOST_A_RANK
+
 
 def run() -> int:
     """Run the elastic agent on the command line's arguments; its exit code."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.disable(logging.ERROR)
     try:
         main(sys.argv[1:])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # killed, so that it could not say anything
-            print(f"error: rank {rank} ended by signal {-failure.exitcode}", file=sys.stderr)
+        rank, code = _cause({rank: f.exitcode for rank, f in error.failures.items()})
+        if code != 1:  # with 1 it has said why
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            print(f"error: rank {rank} ended {how}", file=sys.stderr)
         return 1
     return 0
+
+
+def _cause(codes: Mapping[int, int]) -> tuple[int, int]:
+    """Rank and exit code of the first failure that is not the consequence of another."""
+    causes = {r: c for r, c in codes.items() if c not in (LOST_A_RANK, -signal.SIGTERM)}
+    return next(iter((causes or codes).items()))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ class Engine:
         if reason is not None or (wanted is None and layout.tp * layout.pp == 1):
             return []
         under_way = layout.pp - self.parallel.pp_rank
-        return [graphs.LayerGraphs(chunk.decoder.layers, under_way) for chunk in self.modules]
+        return [
+            graphs.LayerGraphs(chunk.decoder.layers, under_way, needed=bool(wanted))
+            for chunk in self.modules
+        ]
 
     def _set_hooks(self) -> None:
         """What the schedule calls at the end of a backward pass."""
@@ -319,14 +322,17 @@ class Engine:
 
     def _total(self, portions: torch.Tensor | int, forward_only: bool) -> float:
         """The portions of all data-parallel ranks."""
-        box = torch.tensor([float(portions)], dtype=torch.float64, device=self.parallel.device)
-        group = import_megatron("parallel_state").get_data_parallel_group()
-        dist.all_reduce(box, group=group)
-        if box.item() == 0 and forward_only:
+        total = float(portions)
+        if self.parallel.dp > 1:  # else a GPU need not be waited for
+            box = torch.tensor([total], dtype=torch.float64, device=self.parallel.device)
+            group = import_megatron("parallel_state").get_data_parallel_group()
+            dist.all_reduce(box, group=group)
+            total = float(box.item())
+        if total == 0 and forward_only:
             return 1.0  # nothing to predict: only logits are wanted
-        if box.item() == 0:
+        if total == 0:
             raise TrainError("no token of this batch counts toward the loss: every label is masked")
-        return float(box.item())
+        return total
 
     def _agree_on_loss(
         self, losses: Sequence[Mapping[str, Any]], total: float, custom: bool
@@ -343,8 +349,9 @@ class Engine:
             group = state.get_pipeline_model_parallel_group()
             dist.broadcast(box, dist.get_global_rank(group, self.parallel.pp - 1), group=group)
         self.reported = self._agree_on_reported(losses, total) if custom else {}
-        self._note_faults(float(box.item()), mine)
-        return float(box.item()) / total
+        agreed = float(box.item())
+        self._note_faults(agreed, mine)
+        return agreed / total
 
     def _agree_on_reported(
         self, losses: Sequence[Mapping[str, Any]], total: float

@@ -5,6 +5,8 @@ As with ``CheckpointError``, our own bugs are ``assert`` failures and never this
 
 from __future__ import annotations
 
+LOST_A_RANK = 75  # exit code of a rank that ends because another one did
+
 
 class TrainError(ValueError):
     """A training run that cannot be set up, or cannot go on, as asked."""

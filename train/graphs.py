@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,14 @@ class LayerGraphs:
 
     layers: Sequence[TransformerLayer]
     most: int  # micro-batches under way at once
+    needed: bool = False  # raise where recording fails, in place of a warning
     ordinary: list[Callable[..., Any]] = field(default_factory=list)
     recordings: list[_Recording] = field(default_factory=list)
     call: _Call | None = None  # that which is recorded, or will be
     count: int = 0  # calls of the schedule that it has been seen in
     seen: bool = False  # in this call of the schedule
     replaying: bool = False  # whether the first layer has stood in for all
+    failed: bool = False  # a recording: none is tried again
 
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -99,8 +102,19 @@ class LayerGraphs:
         self.count += self.seen
         self.seen = False
         if self.call is not None and not self.recordings and self.count >= _ORDINARY:
-            for _ in range(min(self.most, micro_batches)):
-                self.recordings.append(self._record(self.call))
+            try:
+                for _ in range(min(self.most, micro_batches)):
+                    self.recordings.append(self._record(self.call))
+            except Exception as error:
+                if self.needed:
+                    raise
+                warnings.warn(
+                    f"CUDA graphs: these layers cannot be recorded ({error}); training goes on "
+                    "without",
+                    stacklevel=2,
+                )
+                self.recordings.clear()
+                self.failed = True
 
     def _forward(self, index: int, hidden_states: torch.Tensor, **given: Any) -> Any:
         if index == 0:
@@ -114,7 +128,9 @@ class LayerGraphs:
 
     def _free(self, x: torch.Tensor, given: Mapping[str, Any]) -> _Recording | None:
         """A recording that may be replayed for this call, if any."""
-        if not (torch.is_grad_enabled() and x.requires_grad and self.layers[0].training):
+        if self.failed or not (torch.is_grad_enabled() and x.requires_grad):
+            return None
+        if not self.layers[0].training:
             return None
         if any(v is not None for k, v in given.items() if k != "rotary_pos_emb"):
             return None  # a mask, which differs from call to call

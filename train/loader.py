@@ -159,6 +159,8 @@ class PreparedLoader:
                 order = list(sampler)
             finally:
                 sampler.generator = old
+            if isinstance(sampler, torch.utils.data.RandomSampler):
+                return order
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(mixed)

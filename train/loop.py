@@ -26,7 +26,7 @@ from .data_index import find_tokenizer
 from .engine import Engine, EngineOptions
 from .errors import TrainError
 from .metrics import Metrics, flops_per_token, peak_memory_bytes
-from .model import ModelOptions
+from .model import ModelOptions, check_layout
 from .optim import OptimizerSpec
 from .parallel import Layout, Parallel, import_megatron, initialize, shutdown
 from .state import Loaded, RankState, Saver, load
@@ -97,17 +97,12 @@ def positions_of(model: Model) -> int | None:
 
 def check(config: TrainConfig) -> None:
     """What can be refused before any process is started: model, layout, batch, files."""
-    from shardwright.ckpt.formats.shards_out import placement
-    from shardwright.ckpt.mesh import Mesh
-
     source = find_source(config)
     model = load_model(source.config)
     config = settle(config, model, str(source.config))
     layout = layout_of(config)
     layout.data_parallel(config.world_size)
-    owned = layout.owned(model.sizes["layer"])
-    mesh = Mesh((("tp", layout.tp), ("pp", layout.pp)), {"pp": owned})
-    placement(model, mesh, config.model.vocab_multiple)
+    check_layout(model, layout, model_options(config))
     for name in (*config.data.files, *config.data.eval_files):
         if not Path(name).exists() and not Path(name + ".bin").exists():
             raise TrainError(f"--data {name}: there is no such file")
@@ -361,12 +356,12 @@ class Trainer:
         self.saver.wait()
         rank, world = self.engine.faulty_rank, self.parallel.world_size
         where = f" (first on rank {rank} of {world})" if rank is not None else ""
-        latest = self.save_dir / LATEST if self.save_dir else None
-        kept = f"{self.save_dir}/{latest.read_text().strip()}" if latest and latest.exists() else None
+        kept = "none"
+        if self.save_dir is not None and (self.save_dir / LATEST).exists():
+            kept = str(self.save_dir / (self.save_dir / LATEST).read_text().strip())
         raise TrainError(
-            f"step {self.step + 1}: the {what} is {value}{where}; the last checkpoint is "
-            f"{kept or 'none'}. Lower the learning rate "
-            "(MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
+            f"step {self.step + 1}: the {what} is {value}{where}; the last checkpoint is {kept}. "
+            "Lower the learning rate (MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
         )
 
     def _evaluate(self) -> None:

@@ -16,6 +16,7 @@ from shardwright.ckpt.family import logical_shapes
 
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"
+_BAR = "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 def flops_per_token(model: Model, seq_length: int) -> float:
@@ -74,7 +75,7 @@ class Metrics:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=steps, initial=done, desc="train", unit="step", mininterval=1.0, ncols=110
+                total=steps, initial=done, desc="train", mininterval=1.0, bar_format=_BAR
             )
 
     def add(self, row: Mapping[str, float | int], shown: Mapping[str, str]) -> None:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.ckpt.checkpoint import Model
+from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.families.rows import D as LAYER
 from shardwright.ckpt.family import build_mesh, mesh_flags, place
 from shardwright.ckpt.formats.shards_out import padded_vocab
@@ -278,7 +279,7 @@ def transformer_config(
 
 def _config(said: _Said, layout: Layout, options: ModelOptions) -> TransformerConfig:
     model = said.model
-    _check_layout(model, layout, options)
+    check_layout(model, layout, options)
     fields = {
         **_architecture(said),
         **_randomness(said, options),
@@ -310,8 +311,13 @@ def _fusions(said: _Said, options: ModelOptions) -> dict[str, object]:
     }
 
 
-def _check_layout(model: Model, layout: Layout, options: ModelOptions) -> None:
-    """CheckpointError with every row that this layout cannot split."""
+def check_layout(model: Model, layout: Layout, options: ModelOptions) -> None:
+    """CheckpointError with every row that this layout cannot split, or with the heads alone."""
+    if model.sizes["n"] % layout.tp:
+        raise CheckpointError(
+            f"{model.sizes['n']} query heads do not divide over tp={layout.tp}; "
+            "choose a tp that divides them"
+        )
     axes = named_axes({"tp": layout.tp, "pp": layout.pp})
     rules = model.family.select(model.flags)
     mesh = build_mesh(rules, model.sizes, axes, layout.owned(model.sizes["layer"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +93,7 @@ def reshard(
     sizes = dict(target.mesh.axes)
     stem = ckpt.path.name if ckpt.path.is_dir() else ckpt.path.stem
     name = stem + "".join(f"-{axis}{size}" for axis, size in target.mesh.axes)
-    where = Path(output).expanduser().absolute() if output else ckpt.path.parent / name
+    where = _absolute(output) if output else ckpt.path.parent / name
     metas = _cast(ckpt.manifest.tensors, to.dtype)
     same = _same_layout(ckpt, target)
     state = {} if to.weights_only else ckpt.manifest.state
@@ -124,6 +125,11 @@ def reshard(
     report = run_job(job, run or RunOptions())
     report.notes += notes
     return report
+
+
+def _absolute(output: str | Path) -> Path:
+    """Where an output goes; a shell leaves the ~ of ``--output=~/x`` to us."""
+    return Path(os.path.expanduser(output)).absolute()
 
 
 def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards_out.Target:
@@ -274,7 +280,7 @@ def merge(
     metas = _masters(ckpt) if to.from_master else _weights(ckpt)
     metas = _cast(metas, to.dtype)
     base = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent / ckpt.path.stem
-    where = Path(output).expanduser().absolute() if output else base.parent / f"{base.name}-hf"
+    where = _absolute(output) if output else base.parent / f"{base.name}-hf"
     single = where.suffix in (".bin", ".safetensors")
     if single and to.max_shard_bytes is not None:
         raise CheckpointError(f"--output {where} is one file; --max-shard-size needs a folder")

@@ -144,8 +144,8 @@ def run_job(job: Job, options: RunOptions) -> Report:
 
 def check_place(source: Checkpoint, output: Path) -> None:
     """An output inside its source, over it or around it would change the source."""
-    if output.name in ("", ".."):
-        raise CheckpointError(f"--output {output}: must end in the name of what is to be made")
+    if output.name in ("", "..") or "\0" in str(output):
+        raise CheckpointError(f"--output {str(output)!r}: must end in the name of a file or folder")
     inner = output.parent.resolve() / output.name
     path = source.path
     if inner == path or (path.is_dir() and path in inner.parents):

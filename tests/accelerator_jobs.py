@@ -1,15 +1,14 @@
 """Scripts for Accelerate, run in ranks of this machine, and the same in plain transformers.
 
-``in_ranks`` starts four processes once and lets them be worlds of one, two or four ranks in turn;
-each job is a function of this file. A script records which rows it saw in which global batch, and
-``plain`` trains a transformers model on those, one process, torch alone.
+``in_ranks`` starts four processes once and lets them be worlds of one, two or four ranks in turn,
+small worlds side by side; each job is a function of this file. A script records which rows it saw
+in which global batch, and ``plain`` trains a transformers model on those, with torch alone.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import json
 import os
 import runpy
@@ -202,32 +201,39 @@ def in_ranks(folder: Path, jobs: Mapping[str, Job], timeout_s: float = 500.0) ->
         "accelerator_jobs:serve", 4, folder, str(folder), list(jobs.values()), timeout_s=timeout_s
     )
     return {
-        name: [rank[i] for rank in found[: jobs[name][0]]]  # type: ignore[index]
+        name: [found[process][i] for process in _processes(i, jobs[name][0])]  # type: ignore[index]
         for i, name in enumerate(jobs)
     }
 
 
+def _processes(number: int, world: int) -> range:
+    """Which of the four processes do a job."""
+    first = number * world % 4
+    return range(first, first + world)
+
+
 def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
-    """In a rank: what every job returned; None for those of fewer ranks."""
+    """In a process: what every job returned; None for those of other processes."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import TrainError
     from shardwright.train.parallel import import_megatron, shutdown
 
-    rank, found, started = int(os.environ["RANK"]), [], time.monotonic()
+    process, found, started = int(os.environ["RANK"]), [], time.monotonic()
     for i, (world, name, arguments) in enumerate(jobs):
-        if rank >= world:
+        if process not in _processes(i, world):
             found.append(None)
             continue
+        rank = process - _processes(i, world)[0]
         if rank == 0:
             print(f"job {i} at {time.monotonic() - started:.1f} s: {name} {arguments}", flush=True)
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         store = f"file://{folder}/store_{i}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
         try:
             found.append(globals()[name](**arguments))
         except (TrainError, CheckpointError) as error:
             found.append(f"{type(error).__name__}: {error}")
-        gc.collect()
         if import_megatron("parallel_state").model_parallel_is_initialized():
             shutdown()
         dist.destroy_process_group()
@@ -664,6 +670,40 @@ def environment() -> list[Any]:
     ]  # fmt: skip
 
 
+def command(folder: str) -> dict[str, Any]:
+    """A step of train-ckpt with plugin fields from the environment, and the batches it saw."""
+    from train_runs import train as train_ckpt
+
+    from shardwright.train import engine
+
+    place = Path(folder) / "command"
+    seen: list[dict[str, torch.Tensor]] = []
+    weighted = engine.Engine._weighted
+
+    def note(self, batch):
+        seen.append({name: batch[name] for name in ("tokens", "labels")})
+        return weighted(self, batch)
+
+    argv = [
+        "--model", str(place / "hf"), "--data", str(place / "data.jsonl"), "--seq-length", "16",
+        "--micro-batch-size", "1", "--global-batch-size", "4", "--steps", "1",
+        "--save-dir", str(place / "out"),
+    ]  # fmt: skip
+    said = {
+        "MEGATRON_LM_EOD_MASK_LOSS": "true", "MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS": "false",
+        "MEGATRON_LM_SET_ALL_LOGGING_OPTIONS": "true", "SHARDWRIGHT_CACHE": str(place / "cache"),
+    }  # fmt: skip
+    os.environ.update(said)
+    engine.Engine._weighted = note  # type: ignore[method-assign]
+    try:
+        error = train_ckpt(argv)
+    finally:
+        engine.Engine._weighted = weighted  # type: ignore[method-assign]
+        for name in said:
+            del os.environ[name]
+    return {"error": error, "seen": seen}
+
+
 def consumed() -> list[list[int]]:
     """The rows of the rest of an epoch and of the next, after samples that were seen before."""
     case = Case(plugin={"consumed_samples": [26], "num_micro_batches": 1}, rows=10, shuffle=True)
@@ -773,7 +813,6 @@ def refusals(names: Sequence[str]) -> dict[str, str]:
             found[name] = ""
         except (TrainError, CheckpointError) as error:
             found[name] = str(error)
-        gc.collect()
         if import_megatron("parallel_state").model_parallel_is_initialized():
             shutdown()
     return found

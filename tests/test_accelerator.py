@@ -40,6 +40,8 @@ from accelerator_jobs import (
 
 from shardwright.ckpt import RunOptions, merge, open_checkpoint, reshard, verify
 
+pytestmark = pytest.mark.slow  # starts many ranks: `make test-slow`
+
 QUIET = RunOptions(quiet=True, workers=1)
 TP2PP2 = {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2}
 
@@ -156,6 +158,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(place: Path) -> dict[str, Any]:
     """Everything that trains and saves; each rank's results by job."""
     _guide_data(place)
+    _command_data(place / "command")
     jobs: dict[str, Job] = {
         name: (case.world, "train", {"case": _json(case), "evaluate": name in EVALUATED})
         for name, case in CASES.items()
@@ -172,13 +175,16 @@ def ran(place: Path) -> dict[str, Any]:
         "guide tp2 dp2": (4, "guide", {"fields": tp2dp2, "precision": "no", "folder": str(place)}),
         "surface": (4, "surface", {"folder": str(place)}),
         "environment": (4, "environment", {}),
+        "command": (2, "command", {"folder": str(place)}),
         "faulty": (4, "faulty", {"folder": str(place)}),
         "schedules": (1, "schedules", {}),
         "consumed": (1, "consumed", {}),
         "orders": (2, "orders", {}),
         "not checked": (1, "not_checked", {}),
-        "refusals": (1, "refusals", {"names": list(REFUSED)}),
     }
+    for part in range(4):
+        names = list(REFUSED)[part::4]
+        jobs[f"refusals {part}"] = (1, "refusals", {"names": names})
     return in_ranks(place / "first", jobs)
 
 
@@ -361,6 +367,37 @@ def test_what_a_loss_function_reports_is_on_every_rank(ran: dict[str, Any]) -> N
         ran["custom step"][3]["reported"][0]["lm loss"].item() == ran["custom step"][3]["losses"][0]
     )
     assert ran["eod"][0]["reported"] == [None, None]
+
+
+BYTES, EOD = 259, 256  # a vocabulary for bytes, and the token that ends a document
+
+
+def _command_data(place: Path) -> None:
+    """A model for bytes, and documents so short that every sample has an end of one."""
+    make_model("llama", vocab_size=BYTES).save_pretrained(place / "hf")
+    lines = [json.dumps({"text": f"{i} and {i * i}"}) for i in range(40)]
+    (place / "data.jsonl").write_text("\n".join(lines))
+
+
+def test_train_ckpt_takes_the_losses_settings_from_the_environment(
+    place: Path, ran: dict[str, Any]
+) -> None:
+    found, losses = ran["command"], []
+    assert [rank["error"] for rank in found] == ["", ""]
+    model = make_model("llama", vocab_size=BYTES)
+    for batch in found[0]["seen"] + found[1]["seen"]:
+        logits = model(batch["tokens"]).logits
+        each = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+        mask = batch["tokens"] != EOD
+        assert 0 < mask.sum() < mask.numel()
+        losses.append(((each * mask).sum() / mask.sum()).item())
+    assert len(losses) == 4
+    row = json.loads((place / "command" / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["loss"] == pytest.approx(sum(losses) / 4, abs=1e-4)
+    saved = open_checkpoint(place / "command" / "out")
+    weights = [saved[name].torch() for name in saved if not name.startswith(("exp", "master"))]
+    squares = sum(float(weight.double().square().sum()) for weight in weights)
+    assert row["params_norm"] == pytest.approx(squares**0.5, rel=1e-6)
 
 
 # --- schedules and data ------------------------------------------------------------------------
@@ -649,7 +686,7 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(name: str, ran: dict[str, Any]) -> None:
-    error = ran["refusals"][0][name]
+    error = ran[f"refusals {list(REFUSED).index(name) % 4}"][0][name]
     for part in ERRORS[name]:
         assert part in error
 

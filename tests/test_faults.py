@@ -209,7 +209,14 @@ def test_a_file_in_the_place_of_a_folder_is_refused(home):
         refused(lambda: to_shards("to/file", overwrite=True), "is a file; a folder cannot replace")
         refused(lambda: to_shards("to/.."), "must end in the name")
         refused(lambda: to_shards("/"), "must end in the name")
+        refused(lambda: to_shards("to/a\0b"), "must end in the name")
         refused(lambda: to_shards("to/" + "x" * 250), "x" * 250, "name too long")
+
+
+def test_a_home_of_nobody_is_a_name_like_any_other(home):
+    to_shards("to/~nobody-of-that-name")
+    to_shards("~nobody-of-that-name/out")
+    assert content(home / "to/~nobody-of-that-name") == content(home / "~nobody-of-that-name/out")
 
 
 def test_folders_that_a_failed_run_made_are_gone(home, monkeypatch):

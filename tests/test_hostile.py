@@ -1141,6 +1141,20 @@ def test_objects_of_absent_libraries_are_read_past(home, monkeypatch):
     independent.assert_same(independent.load_hf(home / "to/y"), made.state)
 
 
+@pytest.mark.parametrize("binary", [True, False])
+def test_a_tensor_of_a_few_bytes_that_claims_a_petabyte_is_refused(binary, home):
+    """Strides of 0 are legal in a .bin file; no disk holds what is then to be written."""
+    Path("x").mkdir()
+    torch.save({"x": torch.ones(1).expand(1 << 48)}, "x/pytorch_model.bin")
+    if not binary:
+        Path("x/pytorch_model.bin").unlink()
+        save_file({"x": torch.ones(1)}, "x/model.safetensors")
+        edit_header(home / "x/model.safetensors", lambda t: t["x"].update(shape=[1 << 48]))
+    with untouched(Path("to")):
+        refused(lambda: merge("x", "to/y"), "are needed" if binary else "needs 1125899906842624")
+        refused(lambda: merge("x", "to/y.bin"), "1125899906842624" if not binary else "are free")
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"\x80\x02}.", b"not a zip"])
 def test_bin_files_of_another_kind_are_refused(content, home):
     write_native(home / "x", safe=False)

@@ -24,6 +24,8 @@ from train_runs import Ended, Job, Launch, Run, hf_model, in_ranks, job, losses,
 from shardwright.ckpt import RunOptions, verify
 from shardwright.tools import train_ckpt
 
+pytestmark = pytest.mark.slow  # starts many ranks: `make test-slow`
+
 QUIET = RunOptions(quiet=True, workers=1)
 TP2 = {"tp": 2, "save_interval": None, "lr_decay_style": "constant", "steps": 1000}
 TP2PP2 = {"tp": 2, "pp": 2}
@@ -300,7 +302,8 @@ def test_contradictions_are_refused_before_a_rank_starts(name, tmp_path, capsys,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "wanted"), [("exits", "error: rank 1 ended with exit code 7"), ("raises", "the bug of rank 1")]
+    ("fault", "wanted"),
+    [("exits", "error: rank 1 ended with exit code 7"), ("raises", "the bug of rank 1")],
 )
 @pytest.mark.parametrize("options", [TP2PP2, {"tp": 4}, {"nproc": 4}], ids=str)
 def test_a_rank_that_ends_takes_all_with_it(fault, wanted, options, tmp_path, monkeypatch):

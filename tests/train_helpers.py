@@ -10,6 +10,7 @@ reduction of gradients. Weights come from rank files by safetensors alone.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -71,6 +72,7 @@ def _serve(target: str, world: int, folder: Path, args: Sequence[object]) -> int
     getattr(importlib.import_module("transformers"), "CONFIG_MAPPING")  # noqa: B009  (lazy)
     module, function = target.split(":")
     call = getattr(importlib.import_module(module), function)
+    gc.freeze()  # a collection in a rank would go through all that was imported, and so copy it
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

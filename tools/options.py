@@ -125,7 +125,7 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
     from shardwright.ckpt import ReadOptions
     from shardwright.ckpt.layout import parse_layout
 
-    config = Path(args.config).expanduser() if args.config else None
+    config = Path(os.path.expanduser(args.config)) if args.config else None
     return ReadOptions(config, parse_layout(args.layout), args.vocab_size)
 
 

@@ -249,7 +249,7 @@ FIELDS: dict[str, FieldUse] = {
     ),
     "calculate_per_token_loss": _used(
         "bool", True, "The loss is the mean over all tokens of the batch, as in transformers; "
-        "False takes the mean of each micro-batch's mean.",
+        "False takes the mean of the micro-batches' means, those without a token left out.",
     ),
     "use_rotary_position_embeddings": _used(
         "bool", True, "The model keeps its own positions; a given value that contradicts them is "
@@ -270,7 +270,7 @@ FIELDS: dict[str, FieldUse] = {
         "(checkpoint_num_layers, recompute_method, ...).",
     ),
     "use_distributed_optimizer": _used(
-        "bool", False, "Cuts masters and moments over the data-parallel ranks."
+        "bool", False, "Cuts masters and moments over the data-parallel ranks; for AdamW and Adam."
     ),
     "pipeline_model_parallel_split_rank": _refused(
         "int", None, "Would be the stage where the decoder begins.", _DECODER_ONLY
@@ -283,7 +283,10 @@ FIELDS: dict[str, FieldUse] = {
         "bool", True, "The micro-batch is the smallest batch size of the prepared loaders; False "
         "takes the largest.",
     ),
-    "train_iters": _used("int", None, "Steps of the whole training.", least=1),
+    "train_iters": _used(
+        "int", None, "Optimizer steps of the whole training: where the schedule ends; train-ckpt "
+        "stops there.", least=1,
+    ),
     "train_samples": _used("int", None, "The same in samples.", least=1),
     "weight_decay_incr_style": _used(
         "str", "constant", "How weight decay grows over the training.", choices=_STYLES
@@ -307,40 +310,54 @@ FIELDS: dict[str, FieldUse] = {
     ),
     "min_lr": _used("float", 0, "Learning rate at the end of the decay and after it.", least=0),
     "consumed_samples": _used(
-        "ints", None, "Samples to skip in each prepared loader, in the order of prepare().", least=0
+        "ints", None, "Samples to skip in each prepared loader, in the order of prepare(); whole "
+        "global batches, which may be epochs. A loaded checkpoint outranks it.", least=0,
     ),
     "no_wd_decay_cond": _used(
         "callable", None, "no_wd_decay_cond(name, parameter): true for parameters without weight "
-        "decay; the names are megatron-core's.",
+        "decay. Names are megatron-core's, layers counted over the whole model. An error beside "
+        "several param groups of the optimizer's own.",
     ),
     "scale_lr_cond": _used(
         "callable", None, "scale_lr_cond(name, parameter): true for parameters whose learning "
-        "rate is multiplied by lr_mult.",
+        "rate is multiplied by lr_mult; else as no_wd_decay_cond.",
     ),
     "lr_mult": _used("float", 1.0, "The factor of scale_lr_cond.", least=0),
     "megatron_dataset_flag": _refused(
         "bool", False, "Would announce a MegatronLMDummyDataLoader.", _NO_DUMMY
     ),
     "seq_length": _used(
-        "int", None, "Longest sequence; by default that of the first batch.", least=1
+        "int", None, "Longest sequence, longer ones are refused; by default the model's positions "
+        "(train-ckpt: at most 1024 of them).", least=1,
     ),
     "encoder_seq_length": _refused(
         "int", None, "Would be the sequence length of an encoder.", _DECODER_ONLY
     ),
     "decoder_seq_length": _used("int", None, "Another name of seq_length.", least=1),
-    "tensorboard_dir": _used("str", None, "Folder of TensorBoard event files."),
-    "set_all_logging_options": _used(
-        "bool", False, "Logs the norm of the weights too, which costs a pass over them; "
-        "everything else is logged anyway.",
+    "tensorboard_dir": _used(
+        "str", None, "Folder of TensorBoard event files: loss, lr and grad_norm of every optimizer "
+        "step, eval_loss of every evaluation.",
     ),
-    "eval_iters": _used("int", 100, "train-ckpt: steps of one evaluation.", least=1),
-    "eval_interval": _used("int", 1000, "train-ckpt: steps between evaluations.", least=1),
+    "set_all_logging_options": _used(
+        "bool", False, "Logs the norm of the weights too (params_norm), which costs a pass over "
+        "them; everything else is logged anyway.",
+    ),
+    "eval_iters": _used(
+        "int", 100, "train-ckpt: steps of one evaluation. A script evaluates as it likes.", least=1
+    ),
+    "eval_interval": _used(
+        "int", 1000, "train-ckpt: steps between evaluations. A script evaluates as it likes.",
+        least=1,
+    ),
     "return_logits": _used(
-        "bool", False, "The output has the logits of the whole vocabulary, on the last stage."
+        "bool", False, "The output has the logits of the whole vocabulary, gathered on every rank; "
+        "without it only a batch without labels gives them.",
     ),
     "custom_train_step_class": _used(
         "callable", None, "Called with a namespace of Megatron's arguments and "
-        "custom_train_step_kwargs; its forward_step(iterator, model) runs each micro-batch.",
+        "custom_train_step_kwargs; its forward_step(iterator, model) runs each micro-batch and "
+        "returns (output, function of the output that returns (loss, dict)). The loss is the mean "
+        "over micro-batches and data-parallel ranks.",
     ),
     "custom_train_step_kwargs": _used(
         "dict", None, "Keyword arguments for custom_train_step_class."
@@ -355,12 +372,15 @@ FIELDS: dict[str, FieldUse] = {
         "callable", None, "Would build Megatron datasets.", _NO_DUMMY
     ),
     "custom_get_batch_function": _used(
-        "callable", None, "custom_get_batch_function(iterator) gives tokens, labels, loss_mask, "
-        "attention_mask and position_ids of a micro-batch.",
+        "callable", None, "custom_get_batch_function(iterator) gives tokens, labels (shifted), "
+        "loss_mask, attention_mask (None, [rows, sequence] with 1 for a token, or [rows or 1, 1, "
+        "sequence, sequence] with true for hidden) and position_ids of a micro-batch.",
     ),
     "custom_loss_function": _used(
-        "callable", None, "custom_loss_function(loss_mask, output) gives the loss to "
-        "differentiate and a dict of values to report.",
+        "callable", None, "custom_loss_function(loss_mask, losses) gives the loss of a "
+        "micro-batch, a scalar, and a dict of scalars that the output has as reported; with "
+        "return_logits it gets (losses, logits of this tp rank). Micro-batches count by their "
+        "tokens, or all alike where calculate_per_token_loss is False.",
     ),
     "other_megatron_args": _used(
         "dict", None, "Megatron arguments by name: those with a meaning here are used, those that "
@@ -404,7 +424,7 @@ ARGUMENTS: dict[str, FieldUse] = {
     ),
     "overlap_grad_reduce": _used(
         "bool", False, "Overlaps gradient reduction, and with the distributed optimizer gathering "
-        "parameters, with computing.",
+        "parameters, with computing; without effect while gradients are accumulated.",
     ),
     "distributed_timeout_minutes": _used(
         "int", 10, "How long a collective waits for other ranks.", least=1

@@ -47,6 +47,8 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "dp2-distributed-graphs": {"distributed": True, "cuda_graphs": True},
 }
 REPLAYED = {"tp2": 1, "tp2-sequence": 1, "pp2": 2, "dp2-distributed-graphs": 1}
+# Overlap leaves weights to be gathered with the next forward pass: a save has to know.
+SAVED_AT = {"tp2": {"tp": 2}, "dp2-distributed": {"distributed": True, "overlap": True}}
 RESUMED = {"pp2": {"pp": 2}, "dp2-distributed": {"distributed": True, "overlap": True}}
 
 
@@ -88,22 +90,22 @@ def test_a_layout_trains_as_one_gpu_does(found, layout) -> None:
     assert sum(two["recordings"]) == REPLAYED.get(layout, 0)  # on the first stage
 
 
-def test_a_save_holds_the_step_at_which_it_was_asked_for(found) -> None:
+@pytest.mark.parametrize("layout", SAVED_AT)
+def test_a_save_holds_the_step_at_which_it_was_asked_for(found, layout) -> None:
     """Though training went on while it was written."""
-    saved = found["save"]
+    saved = found[f"save-{layout}"]
     assert saved["published_early"] is False
     assert saved["differ"] == []
     assert saved["tensors"] > 100
-    assert saved["stalls"][0] < 1.0
-    assert saved["stalls"][1] < 1.0
-    _close(saved["losses"], found["tp2"]["losses"])
+    assert max(saved["stalls"]) < 1.0
+    _close(saved["losses"], found[layout]["losses"])
 
 
 @pytest.mark.parametrize("layout", RESUMED)
 def test_another_layout_goes_on_from_a_checkpoint(found, layout) -> None:
     resumed = found[f"resume-{layout}"]
     assert resumed["step"] == SAVED
-    _close(resumed["losses"], found["save"]["losses"][SAVED:])
+    _close(resumed["losses"], found["save-tp2"]["losses"][SAVED:])
 
 
 # --- in a rank ---------------------------------------------------------------------------------
@@ -130,9 +132,10 @@ def main(place: Path) -> None:
         folder = place / "llama"
         for name, options in LAYOUTS.items():
             made[name] = train(folder, options)
-        made["save"] = save(folder, place / "saved")
+        for name, options in SAVED_AT.items():
+            made[f"save-{name}"] = save(folder, place / name, options)
         for name, options in RESUMED.items():
-            made[f"resume-{name}"] = resume(place / "saved" / f"checkpoint-{SAVED}", options)
+            made[f"resume-{name}"] = resume(place / "tp2" / f"checkpoint-{SAVED}", options)
     if dist.get_rank() == 0:
         (place / f"found-{dist.get_world_size()}.json").write_text(json.dumps(made))
     dist.barrier()
@@ -194,19 +197,19 @@ def train(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def save(folder: Path, save_dir: Path) -> dict[str, Any]:
-    """Save at tp 2 while training goes on, and compare with copies made at that step."""
+def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Save while training goes on, and compare with copies made at that step."""
     from shardwright.ckpt.manifest import SideFile
     from shardwright.train.parallel import shutdown
     from shardwright.train.state import Saver, load
 
-    options = {"tp": 2}
     engine = engine_of(folder, options)
     held = engine.rank_state()
     saver = Saver(held)
     found = steps(engine, SAVED)
     if saver.memory is not None:
         saver.memory.clear()  # a run has done many steps before its first save
+    held.settle()
     copies = {h.live.key: h.tensor.cpu().clone() for h in held.weights() + held.moments()}
     sides = [SideFile("config.json", str(folder / "config.json"))]
     saver.save(save_dir / f"checkpoint-{SAVED}", SAVED, {}, sides)

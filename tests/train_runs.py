@@ -482,23 +482,23 @@ def _killed_while_saving() -> None:
 
 
 def _exits() -> None:
-    """Rank 1 ends without a word after step 2, as a library's exit() would end it."""
+    """Rank 1 ends without a word after step 4, as a library's exit() would end it."""
 
     def die(trainer):
         (trainer.save_dir / "died").touch()
         os._exit(7)
 
-    _before_step(2, 1, die)
+    _before_step(4, 1, die)
 
 
 def _raises() -> None:
-    """Rank 1 meets a bug after step 2."""
+    """Rank 1 meets a bug after step 4."""
 
     def die(trainer):
         (trainer.save_dir / "died").touch()
         raise RuntimeError("the bug of rank 1")
 
-    _before_step(2, 1, die)
+    _before_step(4, 1, die)
 
 
 FAULTS = {"killed while saving": _killed_while_saving, "exits": _exits, "raises": _raises}

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
@@ -23,6 +24,8 @@ def run() -> int:
         if code != 1:  # with 1 it has said why
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             print(f"error: rank {rank} ended {how}", file=sys.stderr)
+        return 1
+    except SignalException:
         return 1
     return 0
 

@@ -318,9 +318,7 @@ class Trainer:
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank got a signal; the ranks agree, so that all save the same step."""
-        path = os.environ.get(STOP_FILE)
-        mine = self.stop or bool(path and os.path.exists(path))
-        box = torch.tensor([int(mine)])
+        box = torch.tensor([int(self.stop or _stop_file_exists())])
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
         self.stop = bool(box.item())
         return self.stop
@@ -386,10 +384,20 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("SHARDWRIGHT_CACHE", str(Path(base) / "shardwright" / "data")))
 
 
+def _stop_file_exists() -> bool:
+    path = os.environ.get(STOP_FILE)
+    return bool(path and os.path.exists(path))
+
+
 def _on_signals(trainer: Trainer) -> None:
-    """Ctrl-C and SIGTERM ask for a save and an end; the step in progress is finished first."""
+    """Ctrl-C and SIGTERM ask for a save and an end; the step in progress is finished first.
+
+    Our launcher asks with a file; a signal from it comes second, and means at once.
+    """
 
     def ask(number: int, frame: object) -> None:
+        if _stop_file_exists():
+            raise KeyboardInterrupt
         trainer.stop = True
 
     signal.signal(signal.SIGTERM, ask)

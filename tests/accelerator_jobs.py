@@ -551,11 +551,14 @@ def _prepared_like(case: Case, accelerator, model) -> Any:
     return made_things if schedule is not None else (*made_things, None)
 
 
-def load_weights(case: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
+def load_weights(
+    case: Mapping[str, Any], source: str, vocab_size: int = VOCAB
+) -> dict[str, torch.Tensor]:
     """The weights after loading a checkpoint of any format, and after a step of rate zero."""
     said = Case(**case)
     accelerator = made(said)
-    model, optimizer, loader, _ = prepared(said, accelerator)
+    things = _prepared_like(said, accelerator, make_model(said.model, vocab_size=vocab_size))
+    model, optimizer, loader, _ = things
     accelerator.load_state(source)
     for group in optimizer.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
@@ -753,6 +756,10 @@ def orders() -> dict[str, Any]:
     found["third"] = [b["row"].tolist() for b in shuffled]
     shuffled.set_epoch(2)
     found["third again"] = [b["row"].tolist() for b in shuffled]
+    found["again"] = [
+        made_loaders["workers"].restore({"epoch": 1, "seed": 3, "samples": 12}),
+        made_loaders["workers"].batches_seen,
+    ]
     found["synchronized"] = []
     for batch in loader:  # a whole evaluation within each step ends no accumulation
         batch.pop("row")

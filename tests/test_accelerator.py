@@ -206,6 +206,11 @@ def resumed(ran: dict[str, Any], place: Path) -> dict[str, Any]:
     jobs["weights alone"] = (
         1, "load_weights", {"case": case, "source": str(place / "tp2pp2" / "run")}
     )  # fmt: skip
+    source = str(place / "command" / "out")
+    case = _json(Case("llama", 2, {"pp_degree": 2}))
+    jobs["of train-ckpt"] = (
+        2, "load_weights", {"case": case, "source": source, "vocab_size": BYTES}
+    )  # fmt: skip
     return in_ranks(place / "second", jobs)
 
 
@@ -448,6 +453,10 @@ def test_an_epoch_that_is_broken_off_does_not_come_again(ran: dict[str, Any]) ->
     assert found["third"] != [rows for rows, _ in found["generator"]]
 
 
+def test_a_cursor_of_another_global_batch_loses_no_sample(ran: dict[str, Any]) -> None:
+    assert ran["orders"][0]["again"] == [4, 1]  # twelve samples are one batch of eight and four
+
+
 def test_an_evaluation_within_a_step_ends_no_accumulation(ran: dict[str, Any]) -> None:
     # thirty rows are four batches of eight, the last of which ends the epoch
     assert ran["orders"][0]["synchronized"] == [False, False, False, True]
@@ -505,6 +514,17 @@ def test_weights_are_loaded_without_their_optimizer(place: Path, resumed: dict[s
     found = resumed["weights alone"][0]
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[name].torch()), name
+
+
+def test_a_checkpoint_of_train_ckpt_is_loaded_and_what_does_not_fit_is_said(
+    place: Path, resumed: dict[str, Any]
+) -> None:
+    saved = open_checkpoint(place / "command" / "out")
+    for name, tensor in resumed["of train-ckpt"][1].items():
+        assert torch.equal(tensor, saved[name].torch()), name
+    said = (place / "second" / "output.txt").read_text()
+    assert "has 2 param groups, the optimizer 1" in said
+    assert "its data cursor is not one of 1 prepared loaders" in said
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -769,6 +789,24 @@ def test_the_guides_script_runs_data_parallel(place: Path, ran: dict[str, Any]) 
     assert ran["guide tp2 dp2"]
     expected = _plain_guide(place, 8)
     assert _guide_losses(place, "no", 4) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pp_degree": 1, "recompute_activations": False},
+        {"tp_degree": 1, "recompute_activations": False},
+        {"tp_degree": 1, "pp_degree": 1},
+    ],
+    ids=["tp2", "pp2", "dp2"],
+)
+def test_the_guides_script_runs_on_gpus(fields: dict[str, Any], tmp_path: Path) -> None:
+    _run_guide([*TORCHRUN[:-1], "--nproc-per-node=2"], fields, "bf16", tmp_path)
+    ranks = fields.get("tp_degree", 2) * fields.get("pp_degree", 2)
+    expected = _plain_guide(tmp_path, 4 * 2 // ranks)
+    assert _guide_losses(tmp_path, "bf16", 2) == pytest.approx(expected, abs=2e-2)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ class Job:
         (TO_FOLDER, "out", True, 1, 20),
         (TO_PARTS, "out", False, 2, 20),
         (TO_FOLDER, "out.safetensors", True, 1, 20),
-        (TO_FOLDER, "out.bin", True, 2, 50),
+        (TO_FOLDER, "out.bin", True, 2, 20),
     ],
     ids=["shards", "bin", "folder", "parts", "file", "bin-file"],
 )
@@ -247,6 +247,7 @@ def test_without_a_call_that_swaps_folders_a_kill_never_costs_the_old_output(for
     assert absent
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs the names of open files")
 @pytest.mark.parametrize(
     ("argv", "output"), [(TO_SHARDS, "out"), (TO_BIN, "out"), (TO_FOLDER, "out.bin")]
 )
@@ -298,7 +299,7 @@ def test_nothing_is_journalled_or_published_before_it_is_durable(argv, output, h
     assert main([source, *words, "--workers", "1", "--output", output, "--quiet"]) == 0
     assert marks.count("journal") > 10
     assert marks[-1] == "rename"
-    assert not [path for path in late.values() if not path.endswith(f"{JOURNAL} (deleted)")]
+    assert not late
 
 
 # --- what --resume refuses --------------------------------------------------------------------

@@ -193,6 +193,7 @@ RUNS = [
         resume="base/checkpoint-8",
         stop_at=8,
     ),
+    Run("unslowed", options={**TP2PP2, "save_interval": 1}, stop_at=2),
     # How many checkpoints stay.
     Run("kept", "llama", 1, {"save_interval": 1, "keep_last": 2}),
 ]
@@ -548,9 +549,8 @@ def test_saving_goes_on_while_training_does(made):
             "latest": "checkpoint-2",
             "complete": ["checkpoint-1", "checkpoint-2"],
         }
-    for step in (1, 2):  # what was saved is what was there at the call, not later
-        wanted = made / "slow" / f"checkpoint-{step}"
-        assert verify(wanted, run=QUIET).differences == []
+    for name in ("checkpoint-1", "checkpoint-2"):  # as at the call, not as after the next step
+        assert verify(made / "slow" / name, made / "unslowed" / name, run=QUIET).differences == []
 
 
 # --- other commands on what the trainer wrote --------------------------------------------------

@@ -812,7 +812,12 @@ class Accelerator:
         saved = data.get("loaders") if isinstance(data, Mapping) else None
         if isinstance(saved, list) and len(saved) == len(self._loaders):
             for loader, state in zip(self._loaders, saved, strict=True):
-                loader.restore(state)
+                if again := loader.restore(state):
+                    self.print(
+                        f"{found.checkpoint.path}: was saved after {state['samples']} samples of "
+                        f"an epoch; {again} of them come again, since a global batch has "
+                        f"{loader.total_batch_size}"
+                    )
         elif data and self._loaders:
             self.print(
                 f"{found.checkpoint.path}: its data cursor is not one of {len(self._loaders)} "

@@ -255,18 +255,15 @@ class PreparedLoader:
             "seed": self.cursor.seed,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to the epoch of ``state``; ``skip_first_batches`` goes to the batch."""
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Go to the epoch of ``state``; ``skip_first_batches`` goes to the batch.
+
+        Returns how many samples will be seen again, where the global batch is another one.
+        """
         self.set_epoch(int(state["epoch"]))
-        self.cursor.seed = int(state["seed"])
-        samples = int(state.get("samples", 0))
-        if samples % self.total_batch_size:
-            raise TrainError(
-                f"the checkpoint was saved after {samples} samples of an epoch, which is no number "
-                f"of global batches of {self.total_batch_size}; keep the global batch, or save at "
-                "an epoch's end"
-            )
-        self.cursor.batches = samples // self.total_batch_size
+        self.cursor.seed, self.skip = int(state["seed"]), 0
+        self.cursor.batches, again = divmod(int(state["samples"]), self.total_batch_size)
+        return again
 
     def start_after(self, samples: int) -> None:
         """Begin after ``samples`` rows that an earlier run has seen (``consumed_samples``)."""

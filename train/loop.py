@@ -320,8 +320,7 @@ class Trainer:
         """Whether any rank got a signal; the ranks agree, so that all save the same step."""
         box = torch.tensor([int(self.stop or _stop_file_exists())])
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
-        self.stop = bool(box.item())
-        return self.stop
+        return bool(box.item())  # `stop` stays: a signal may come at any moment
 
     def _one_step(self, per_token: float) -> None:
         started = time.monotonic()

@@ -652,6 +652,11 @@ def _build_chunk(
                 _add_post_norm(layer.get_submodule(name), config)
     # megatron makes position embeddings on the CPU and in fp32, and expects this call
     chunk.to(device=parallel.device, dtype=config.params_dtype)
+    if said.rope:
+        # megatron's cache of angles belongs to the class and would keep the whole model for good
+        rotary: Any = chunk.rotary_pos_emb
+        angles = functools.partial(type(rotary).forward.__wrapped__, rotary)
+        rotary.forward = functools.lru_cache(maxsize=32)(angles)
     if said.rope and said.rope["rope_type"] != "default":
         _set_frequencies(chunk, said.hf, str(said.rope["rope_type"]), parallel.device)
     if chunk.pre_process:

@@ -1,0 +1,66 @@
+"""docs/training.md says what the code says, and no setting is left unread."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shardwright.train import config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "training.md").read_text()
+
+
+def _tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_tables_are_those_of_the_code() -> None:
+    assert _tables().page(PAGE) == PAGE, "run python docs/tables.py"
+
+
+def test_every_member_that_scripts_use_is_named() -> None:
+    from shardwright.train.accelerator import Accelerator
+    from shardwright.train.loader import PreparedLoader
+    from shardwright.train.prepared import PreparedModel
+
+    inside = {"remember_loss", "evaluated", "after_step", "rows_of_micro_batch", "longest"}
+    inside |= {"skipping", "state", "restore", "start_after"}
+    for kind in (Accelerator, PreparedLoader, PreparedModel):
+        public = {name for name in vars(kind) if not name.startswith("_")}
+        lacking = sorted(name for name in public - inside if f"`{name}`" not in PAGE)
+        assert not lacking, f"{kind.__name__}: {', '.join(lacking)}"
+
+
+PARTS = [part for part in vars(config).values() if dataclasses.is_dataclass(part)]
+SETTINGS = [
+    (part.__name__, field.name)
+    for part in PARTS
+    if part.__module__ == config.__name__ and part.__name__ not in ("Sizes", "Option")
+    for field in dataclasses.fields(part)
+]
+# Passed on under another name, or read by `config.py` itself.
+ELSEWHERE = {
+    ("Parallelism", "last_stage_layers"), ("Model", "rotary"), ("Batch", "accumulation")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "name"), SETTINGS)
+def test_every_setting_is_read_by_the_trainer(part: str, name: str) -> None:
+    if (part, name) in ELSEWHERE:
+        return
+    files = [
+        file for file in (ROOT / "train").glob("*.py") if file.stem not in ("config", "plugin")
+    ]
+    text = "\n".join(file.read_text() for file in [*files, ROOT / "tools" / "train_ckpt.py"])
+    assert re.search(rf"\.{name}\b", text), f"{part}.{name} changes nothing"

@@ -131,8 +131,11 @@ def test_another_layout_goes_on_from_a_checkpoint(found, layout) -> None:
 
 def main(place: Path) -> None:
     """All jobs of this number of ranks, and what they gave into a file."""
+    import faulthandler
+
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(240, repeat=True)  # where a rank stands that does not go on
     on_gpu = torch.cuda.is_available()  # on CPU the jobs run too, which shows them to be right
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

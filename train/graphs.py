@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,28 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 _ORDINARY = 2  # calls before a recording: kernels are compiled and communicators made in them
+_awaited: list[threading.Thread] = []
+
+
+def wait_for(thread: threading.Thread) -> None:
+    """Record nothing before that thread ends: it allocates memory that the GPU can reach.
+
+    An allocation may wait for the GPU. If that waits in a recorded collective for another rank,
+    which cannot launch while it allocates, neither goes on, and no timeout sees it.
+    """
+    _awaited.append(thread)
+
+
+_live: weakref.WeakSet[LayerGraphs] = weakref.WeakSet()
+
+
+def release() -> None:
+    """Drop all recordings of this process, for good.
+
+    NCCL waits, when a communicator is destroyed, for every recording that uses it to be gone.
+    """
+    for replayed in list(_live):
+        replayed.release()
 
 
 def obstacle(config: TransformerConfig, layout: Layout, overlap: bool) -> str | None:
@@ -55,6 +79,7 @@ class _Recording:
     forward: Callable[[], None]
     backward: Callable[[], None]
     kept: Sequence[object]  # memory that the recording refers to
+    reset: Callable[[], None]  # after which it cannot be replayed
     busy: bool = False  # between forward and backward
 
 
@@ -91,6 +116,7 @@ class LayerGraphs:
     failed: bool = False  # a recording: none is tried again
 
     def __post_init__(self) -> None:
+        _live.add(self)
         for i, layer in enumerate(self.layers):
             self.ordinary.append(layer.forward)
             layer.forward = functools.partial(self._forward, i)
@@ -102,6 +128,8 @@ class LayerGraphs:
         self.count += self.seen
         self.seen = False
         if self.call is not None and not self.recordings and self.count >= _ORDINARY:
+            while _awaited:
+                _awaited.pop().join()
             try:
                 for _ in range(min(self.most, micro_batches)):
                     self.recordings.append(self._record(self.call))
@@ -115,6 +143,13 @@ class LayerGraphs:
                 )
                 self.recordings.clear()
                 self.failed = True
+
+    def release(self) -> None:
+        """Drop the recordings; from now on the layers run as they are."""
+        self.failed = True
+        for recording in self.recordings:
+            recording.reset()
+        self.recordings.clear()
 
     def _forward(self, index: int, hidden_states: torch.Tensor, **given: Any) -> Any:
         if index == 0:
@@ -169,7 +204,7 @@ class LayerGraphs:
         kept = [call, *buffers.values()]
         return _Recording(
             x.detach(), fixed_y.detach(), x_gradient, y_gradient, replay_forward, replay_backward,
-            kept,
+            kept, recorder.reset,
         )  # fmt: skip
 
 
@@ -178,6 +213,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def record(
         self, function: Callable[[], torch.Tensor]
@@ -187,7 +223,13 @@ class _Recorder:
         # thread_local: other threads (NCCL's, that of a save) may use the GPU meanwhile
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             result = function()
+        self.graphs.append(graph)
         return result, graph.replay
+
+    def reset(self) -> None:
+        """Give up the graphs and what they hold."""
+        for graph in self.graphs:
+            graph.reset()
 
 
 class _Replay(torch.autograd.Function):

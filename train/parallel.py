@@ -213,8 +213,11 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
 
 def shutdown() -> None:
     """Leave the layout, and the world where ``initialize`` made it; every rank calls it."""
+    from . import graphs  # which needs this module
+
     global _made_world, _control
     state = import_megatron("parallel_state")
+    graphs.release()
     # megatron forgets its groups without closing them, and each keeps sockets and threads
     groups = [*(state._global_process_group_list or ()), _control]
     state.destroy_model_parallel()

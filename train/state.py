@@ -33,7 +33,7 @@ from shardwright.ckpt.mesh import Coord, Mesh
 from shardwright.ckpt.publish import _exchange as exchange
 from shardwright.ckpt.reader import LATEST, read_checkpoint
 
-from . import rng
+from . import graphs, rng
 from .errors import TrainError
 from .optim import OptimizerView
 
@@ -294,6 +294,7 @@ class HostMemory:
         self._used: list[int] = []  # bytes of each slab
         self.seconds = 0.0  # that the allocation took
         self._thread = threading.Thread(target=self._allocate, args=(sizes,), daemon=True)
+        graphs.wait_for(self._thread)
         self._thread.start()
 
     def _allocate(self, sizes: Sequence[int]) -> None:

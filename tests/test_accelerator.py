@@ -40,8 +40,6 @@ from accelerator_jobs import (
 
 from shardwright.ckpt import RunOptions, merge, open_checkpoint, reshard, verify
 
-pytestmark = pytest.mark.slow  # starts many ranks: `make test-slow`
-
 QUIET = RunOptions(quiet=True, workers=1)
 TP2PP2 = {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2}
 

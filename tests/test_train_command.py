@@ -24,8 +24,6 @@ from train_runs import Ended, Job, Launch, Run, hf_model, in_ranks, job, losses,
 from shardwright.ckpt import RunOptions, verify
 from shardwright.tools import train_ckpt
 
-pytestmark = pytest.mark.slow  # starts many ranks: `make test-slow`
-
 QUIET = RunOptions(quiet=True, workers=1)
 TP2 = {"tp": 2, "save_interval": None, "lr_decay_style": "constant", "steps": 1000}
 TP2PP2 = {"tp": 2, "pp": 2}

@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 from train_helpers import launch
 from train_runs import CALM, CONFIGS, batches
 
-pytestmark = pytest.mark.slow  # starts many ranks: `make test-slow`
-
 TIED = {**CONFIGS["llama"], "tie_word_embeddings": True}
 
 

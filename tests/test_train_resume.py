@@ -40,8 +40,6 @@ from train_runs import (
 
 from shardwright.ckpt import RunOptions, merge, open_checkpoint, reshard, verify
 
-pytestmark = pytest.mark.slow  # starts many ranks: `make test-slow`
-
 QUIET = RunOptions(quiet=True, workers=1)
 
 # --- the runs ----------------------------------------------------------------------------------

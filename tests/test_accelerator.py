@@ -776,6 +776,45 @@ def test_the_guides_script_runs_in_one_process(tmp_path: Path) -> None:
     assert _guide_losses(tmp_path, "no", 1) == pytest.approx(expected, abs=1e-4)
 
 
+SMALL_SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from shardwright.train import Accelerator, MegatronLMPlugin
+accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=1, pp_degree=1))
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/hf")  # comes in eval mode
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+rows = [{"input_ids": x, "labels": x} for x in torch.arange(48).view(4, 12)]
+loader = torch.utils.data.DataLoader(rows, batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.save_state(sys.argv[1] + "/saved")
+accelerator.end_training()
+"""
+
+
+def test_train_ckpt_goes_on_from_a_scripts_checkpoint(tmp_path: Path) -> None:
+    """Weights, moments and step; a script's loaders have no place in the command's data."""
+    make_model("llama", vocab_size=259).save_pretrained(tmp_path / "hf")
+    script = [sys.executable, "-c", SMALL_SCRIPT, str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "data.txt").write_text("one and two are three; " * 40)
+    command = [
+        sys.executable, "-m", "shardwright.tools.train_ckpt", "--model", str(tmp_path / "saved"),
+        "--data", str(tmp_path / "data.txt"), "--save-dir", str(tmp_path / "run"), "--resume",
+        str(tmp_path / "saved"), "--pp", "2", "--seq-length", str(LENGTH), "--steps", "3",
+        "--micro-batch-size", "1", "--global-batch-size", "2",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "counts the rows of a script's loaders; samples start from the first" in done.stdout + done.stderr
+    assert "at step 2" in done.stdout + done.stderr
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+
+
 def test_the_guides_script_runs_as_it_is_in_four_processes(tmp_path: Path) -> None:
     _run_guide(TORCHRUN, {}, "bf16", tmp_path)
     expected = _plain_guide(tmp_path, 4)

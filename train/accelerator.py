@@ -318,8 +318,8 @@ class Accelerator:
             self._held, log=self.print, weights_only=not settings.saving.save_optimizer
         )
         engine.zero_grad()
-        made = PreparedModel(self, engine, original, self._handler(engine))
-        return made.train(original.training)
+        # in train mode whatever the original's is, as Accelerate's Megatron engine
+        return PreparedModel(self, engine, original, self._handler(engine))
 
     def _engine_options(self, original: Any) -> EngineOptions:
         s, eod = self.settings, original.config.eos_token_id

@@ -263,10 +263,11 @@ class Trainer:
     def _resume(self, found: Loaded) -> None:
         self.step = found.step
         data = found.state.get("data")
-        if isinstance(data, Mapping):
+        if isinstance(data, Mapping) and "loaders" not in data:
             self.batches.restore(data)
         else:
-            self.say("the checkpoint has no data cursor; samples start from the first")
+            why = "has no data cursor" if data is None else "counts the rows of a script's loaders"
+            self.say(f"the checkpoint {why}; samples start from the first")
         groups = found.state.get("param_groups")
         if found.optimizer and isinstance(groups, list) and groups and self.engine.view:
             self.engine.view.set_step(int(groups[0].get("step", found.step)))

@@ -810,8 +810,9 @@ def test_train_ckpt_goes_on_from_a_scripts_checkpoint(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "counts the rows of a script's loaders; samples start from the first" in done.stdout + done.stderr
-    assert "at step 2" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "counts the rows of a script's loaders; samples start from the first" in said
+    assert "at step 2" in said
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
 
 

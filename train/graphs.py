@@ -147,6 +147,8 @@ class LayerGraphs:
     def release(self) -> None:
         """Drop the recordings; from now on the layers run as they are."""
         self.failed = True
+        if self.recordings and torch.cuda.is_available():
+            torch.cuda.synchronize()  # a replay may still run
         for recording in self.recordings:
             recording.reset()
         self.recordings.clear()

@@ -207,6 +207,8 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 os.chdir(question["cwd"])
+                # a suite that runs in the background of a script inherits an ignored Ctrl-C
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 _fork(tools[question["tool"]].main, question["argv"], question["how"], writer)
             os.close(writer)
             reports[pid] = reader

@@ -54,6 +54,11 @@ def _run_rank(config: settings.TrainConfig) -> int:
         lost = _LOST.search(str(error))
         if lost is None:
             raise
+        if lost[0].startswith(("Timed out", "caught")):
+            from shardwright.train.advice import hang
+
+            print(f"rank {rank}: {hang(config.launch.timeout_minutes, lost[0])}", file=sys.stderr)
+            return LOST_A_RANK
         print(f"rank {rank}: lost another rank ({lost[0]}), so it ends too", file=sys.stderr)
         return LOST_A_RANK
     return options.DONE
@@ -62,6 +67,7 @@ def _run_rank(config: settings.TrainConfig) -> int:
 # What gloo and NCCL say when the process at the other end is gone.
 _LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting \d+ms"
+    r"|caught collective operation timeout"
 )
 
 

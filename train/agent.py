@@ -24,10 +24,21 @@ def run() -> int:
         if code != 1:  # with 1 it has said why
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             print(f"error: rank {rank} ended {how}", file=sys.stderr)
+            if code in _OFTEN:
+                print(f"  {_OFTEN[code]}", file=sys.stderr)
         return 1
     except SignalException:
         return 1
     return 0
+
+
+# What is most often behind an end by a signal.
+_OFTEN = {
+    -signal.SIGKILL: "killed from outside, often by the kernel for lack of host memory (dmesg "
+    "says so); fewer ranks per machine or a smaller model need less",
+    -signal.SIGABRT: "aborted, often by NCCL after a collective that timed out; run train-ckpt "
+    "doctor on each machine, and with NCCL_DEBUG=INFO, or allow more: --timeout-minutes N",
+}
 
 
 def _cause(codes: Mapping[int, int]) -> tuple[int, int]:

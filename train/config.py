@@ -893,6 +893,9 @@ OPTIONS: dict[str, Option] = {
     "nproc": _option(
         "int", "processes on this machine (default: tp x pp)", group="layout", least=1
     ),
+    "timeout_minutes": _option(
+        "int", "how long a collective waits for other ranks (default: 10)", group="layout", least=1
+    ),
     "micro_batch_size": _option("int", "sequences of a rank in one pass", 1, least=1),
     "global_batch_size": _option(
         "int", "sequences of all ranks in a step (default: one micro-batch each)", least=1
@@ -974,8 +977,13 @@ def _argparse(name: str, option: Option) -> dict[str, Any]:
     return made | {"type": {"int": int, "float": float}.get(kind, str)}
 
 
-def from_options(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> TrainConfig:
-    """What a command line means, with its files and the environment (see the module)."""
+def from_options(
+    args: argparse.Namespace, environ: Mapping[str, str] | None = None, *, complete: bool = True
+) -> TrainConfig:
+    """What a command line means, with its files and the environment (see the module).
+
+    Without ``complete`` model, data and steps may be missing: what is there can be diagnosed.
+    """
     environ = os.environ if environ is None else environ
     sources, file = _sources(args, environ)
     own = resolve({n: o for n, o in OPTIONS.items() if not o.field}, sources)
@@ -996,6 +1004,9 @@ def from_options(args: argparse.Namespace, environ: Mapping[str, str] | None = N
     notes += [*own.overruled, *plugin.overruled, *config.notes, *more, *_batch_note(plugin, config)]
     config = _with_options(config, said, tuple(notes))
     faults = faults_of(config)
+    if not complete:
+        raise_faults("options", faults)
+        return config
     faults += [] if config.steps else ["say how many steps: --steps N"]
     faults += [] if config.data.files else ["say what to train on: --data FILE ..."]
     if config.model.path is None and config.saving.resume is None:
@@ -1022,7 +1033,11 @@ def _with_options(
             resume=said["resume"],
         ),
         model=replace(config.model, path=said["model"]),
-        launch=replace(config.launch, nproc=local),
+        launch=replace(
+            config.launch,
+            nproc=local,
+            timeout_minutes=said["timeout_minutes"] or config.launch.timeout_minutes,
+        ),
         seed=config.seed if said["seed"] is None else said["seed"],
         notes=notes,
     )

@@ -19,6 +19,7 @@ from shardwright.ckpt.formats.side_files import side_files
 from shardwright.ckpt.manifest import SideFile
 from shardwright.ckpt.reader import LATEST, follow, is_checkpoint
 
+from . import advice
 from . import config as settings
 from .config import TrainConfig
 from .data import Batches, EvalBatches, Samples, open_corpus
@@ -30,6 +31,7 @@ from .model import ModelOptions, check_layout
 from .optim import OptimizerSpec
 from .parallel import Layout, Parallel, import_megatron, initialize, shutdown
 from .state import Loaded, RankState, Saver, load
+from .watch import Watch
 
 if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -170,6 +172,12 @@ class Trainer:
         p = self.parallel
         self.shows = p.is_last_stage and p.tp_rank == 0 and p.dp_rank == 0
         self.step = 0
+        self.watch = Watch(self.config, p, self.model.sizes["layer"], self.say)
+        with self.watch.advising(lambda: self.step):
+            self._build(p)
+
+    def _build(self, p: Parallel) -> None:
+        """Engine, data, state and files."""
         self.engine = Engine(
             self.model, p, layout_of(self.config), model_options(self.config),
             EngineOptions(
@@ -182,6 +190,7 @@ class Trainer:
             self.config.model.expected, self.engine.facts(), str(self.source.config)
         )
         self.engine.attach_optimizer(optimizer_spec(self.config))
+        self.engine.config.timers = self.watch.timers
         self.held: RankState = self.engine.rank_state()
         self.schedule = scheduler(self.config, self.engine.optimizer)
         self._open_data()
@@ -295,6 +304,10 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, evaluate, save."""
         _on_signals(self)
+        with self.watch.advising(lambda: self.step + 1):
+            self._run()
+
+    def _run(self) -> None:
         steps, eval_interval = self.config.steps or 0, self.config.data.eval_interval
         per_token = flops_per_token(self.model, self.config.data.seq_length or 0)
         saved, stopped = -1, False
@@ -318,23 +331,33 @@ class Trainer:
             self.say(f"stopped at step {self.step}{saved_too}")
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank got a signal; the ranks agree, so that all save the same step."""
-        box = torch.tensor([int(self.stop or _stop_file_exists())])
+        """Whether any rank got a signal; the ranks agree, so that all save the same step.
+
+        They agree on whether the last step was slow as well.
+        """
+        box = torch.tensor([int(self.stop or _stop_file_exists()), int(self.watch.slow)])
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
-        return bool(box.item())  # `stop` stays: a signal may come at any moment
+        stopped, slow = box.tolist()
+        self.watch.report_if_due(self.step, bool(slow))
+        return bool(stopped)  # `stop` stays: a signal may come at any moment
 
     def _one_step(self, per_token: float) -> None:
         started = time.monotonic()
-        engine = self.engine
+        engine, watch = self.engine, self.watch
         engine.zero_grad()
-        loss, _ = engine.forward_backward(next(self.batches))
+        with watch.phase("data"):
+            batches = next(self.batches)
+        with watch.phase("forward and backward"):
+            loss, _ = engine.forward_backward(batches)
         self._check_finite("loss", loss)
         lr = engine.optimizer.param_groups[0]["lr"] if engine.optimizer else 0.0
-        result = engine.step()
+        with watch.phase("optimizer"):
+            result = engine.step()
         self._check_finite("gradient norm", result.grad_norm)
         self.schedule.step(1)
         self.step += 1
         seconds = time.monotonic() - started
+        watch.end_step(seconds, self.saver.is_writing)
         d = self.config.data
         tokens = self.config.batch.samples_per_step * (d.seq_length or 0) / seconds
         more = {"params_norm": engine.params_norm()} if self.config.logging.params_norm else {}
@@ -359,7 +382,8 @@ class Trainer:
             kept = str(self.save_dir / (self.save_dir / LATEST).read_text().strip())
         raise TrainError(
             f"step {self.step + 1}: the {what} is {value}{where}; the last checkpoint is {kept}. "
-            "Lower the learning rate (MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
+            f"{advice.not_finite(self.config)} "
+            "(MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
         )
 
     def _evaluate(self) -> None:

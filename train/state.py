@@ -445,6 +445,11 @@ class Saver:
         except BaseException as error:
             pending.error = error
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._pending is not None and self._pending.thread.is_alive()
+
     def poll(self) -> bool:
         """Publish if every rank has written its files; True if nothing is left to do.
 

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .checkpoint import Checkpoint, Design
-from .containers.blueprint import Checksum
 from .errors import CheckpointError, raise_all
 from .manifest import SideFile
 from .planner import Copy, Plan, Tolerance, chunk_count, plan
 from .progress import Progress, human
+
+if TYPE_CHECKING:
+    from .publish import Stage
 
 SYNC_SECONDS = 5.0  # a killed run loses at most this much work
 CHUNK_BYTES = 2048  # memory that a chunk of a manifest may take
@@ -130,10 +133,9 @@ def run_job(job: Job, options: RunOptions) -> Report:
         else:
             _check_kept(design)
             report.notes.append(f"continued: {len(stage.done)} tensors were already there")
-        _move(made, options, stage.done, stage.record, report)
-        digests = _seal(design, options)
+        sums = _move(made, design, options, stage, report)
         check_unchanged(before)
-        names = {Path(path).name: row for path, row in digests.items()}
+        names = {Path(path).name: row for path, row in sums.items()}
         for side in job.sides(design, names):
             _write_side(stage.path, side)
         report.digests = {n: d for n, (_, d) in names.items() if d} if job.single else {}
@@ -231,28 +233,31 @@ def _create(design: Design) -> None:
 
 
 def _move(
-    made: Plan,
-    options: RunOptions,
-    done: set[int],
-    record: Callable[[list[int]], None],
-    report: Report,
-) -> None:
-    """Move every unit that is not done yet, and compare its replicas while they are cached."""
+    made: Plan, design: Design, options: RunOptions, stage: Stage, report: Report
+) -> dict[str, tuple[int, str]]:
+    """Move every unit that is not done yet, and compare its replicas while they are cached.
+
+    Returns each file's size and, where asked for, its digest: CRC-32s and digests are made as
+    the files grow.
+    """
     from .compare import compare
     from .executor import Budget, Mover, run_units, units
+    from .sealer import Sealer
 
     work = units(made.copies)
     repeats: dict[str, list[Copy]] = {u[0].fqn: u for u in units(made.replicas)}
     lonely = [fqn for fqn in repeats if fqn not in {u[0].fqn for u in work}]
     assert not lonely, f"replicas of tensors that are not moved: {lonely}"
     budget = Budget(options.threads, options.memory_budget)
+    sealer = Sealer(design, work, checksum=options.checksum)
     lock = threading.Lock()
     faults: list[str] = []
     pending: dict[int, tuple[float, list[int]]] = {}
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
-        if index in done:
+        if index in stage.done:
             progress.add(sum(copy.nbytes for copy in unit))
+            sealer.finish(index)
             return
         mover.progress = progress.add
         mover.move(unit)
@@ -264,18 +269,21 @@ def _move(
                 with lock:
                     faults.append("replicas differ: " + found.describe())
                 return  # not journalled: --resume must compare it again
+        sealer.finish(index)
+        sealer.follow(unit, mover.files, mover.stop)
         since, finished = pending.setdefault(threading.get_ident(), (time.monotonic(), []))
         finished.append(index)
         if time.monotonic() - since > SYNC_SECONDS:
             mover.files.sync()
             with lock:
-                record(finished)
+                stage.record(finished)
                 for fqn, count in mover.overflows.items():
                     report.notes.append(_overflow(fqn, count))
             pending[threading.get_ident()] = (time.monotonic(), [])
             mover.overflows.clear()
 
     def finish(mover: Mover) -> None:
+        sealer.follow_all(mover.files, mover.stop)
         with lock:
             report.notes.extend(_overflow(f, n) for f, n in mover.overflows.items())
 
@@ -283,27 +291,11 @@ def _move(
     with Progress(total, report.output.name, quiet=options.quiet) as progress:
         run_units(work, budget, each, finish=finish)
     raise_all(faults, "pass --replicas first to take the first of each")
+    return sealer.close(options.threads)
 
 
 def _overflow(fqn: str, count: int) -> str:
     return f"warning: {fqn}: {count} finite values became infinite in half precision"
-
-
-def _seal(design: Design, options: RunOptions) -> dict[str, tuple[int, str]]:
-    """CRC-32s into their slots, then sizes, and digests where asked."""
-    from .containers.files import Files, seal
-    from .executor import in_threads
-
-    def loop(todo: Iterator[tuple[str, Checksum]], stop: threading.Event) -> None:
-        with Files() as files:
-            for path, checksum in todo:
-                seal(path, checksum, files)
-
-    ranges = [(file.path, c) for file in design.files for c in file.blueprint.checksums]
-    in_threads(ranges, options.threads if ranges else 0, loop)
-    paths = [file.path for file in design.files]
-    marks = digests(paths, options.threads) if options.checksum else {}
-    return {f.path: (f.blueprint.size_bytes, marks.get(f.path, "")) for f in design.files}
 
 
 def digests(paths: Sequence[str], workers: int) -> dict[str, str]:

@@ -197,9 +197,8 @@ def create(path: str, blueprint: Blueprint) -> None:
             os.close(fd)
 
 
-def seal(path: str, checksum: Checksum, files: Files) -> None:
+def seal(path: str, checksum: Checksum, files: Files, scratch: memoryview) -> None:
     """Write the CRC-32 of a range of a file into the slots that want it."""
-    scratch = memoryview(bytearray(SCRATCH_BYTES))
     at, stop, crc = checksum.offset_bytes, checksum.offset_bytes + checksum.length_bytes, 0
     while at < stop:
         part = scratch[: min(len(scratch), stop - at)]

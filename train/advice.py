@@ -324,15 +324,21 @@ class StepTimes:
     stage: int  # pipeline stage, from 0
     step: float  # all of it
     data: float = 0.0  # waiting for the batch
-    schedule: float = 0.0  # forward and backward of all micro-batches, waiting included
-    compute: float = 0.0  # of that forward and backward passes themselves
+    passes: float = 0.0  # forward and backward, with waiting and reducing gradients
+    schedule: float = 0.0  # of that the pipeline's schedule
+    compute: float = 0.0  # of that the passes of micro-batches themselves
     optimizer: float = 0.0
     saving: bool = False  # a checkpoint was being written beside it
 
     @property
     def other(self) -> float:
-        """What is in no phase: reducing gradients at the end, the loss, the schedule."""
-        return max(0.0, self.step - self.data - self.schedule - self.optimizer)
+        """What is in no phase: Python between them."""
+        return max(0.0, self.step - self.data - self.passes - self.optimizer)
+
+    @property
+    def own(self) -> float:
+        """What the rank did itself; the rest it waited or exchanged."""
+        return self.data + self.compute + self.other
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +386,7 @@ def _phases(step: int, times: Sequence[StepTimes], slow: Slow | None, pp: int) -
     total = max(t.step for t in times)
     parts = {
         "data": max(t.data for t in times),
-        "forward and backward": max(t.schedule for t in times),
+        "forward and backward": max(t.passes for t in times),
         "optimizer": max(t.optimizer for t in times),
         "rest": max(t.other for t in times),
     }
@@ -416,13 +422,14 @@ def _uneven(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Ite
     shown = ", ".join(f"{seconds:.3g}" for seconds in by_stage)
     held = config.parallelism.pp_layers or _even(layers, pp)
     fix = f"move layers off stage {at + 1} with --pp-layers (now {','.join(map(str, held))})"
-    if at == pp - 1 and held[at] > 1:
-        per_layer = mean(by_stage[:-1]) / max(mean(held[:-1]), 1e-9)
+    if at == pp - 1 and config.parallelism.virtual_pp_layers is None:
+        per_layer = mean(by_stage[:-1]) / mean(held[:-1])
         head = max(by_stage[-1] / per_layer - held[-1], 0.0)
         better = balanced(layers, pp, head)
-        if tuple(better) != tuple(held):
-            now, then = (",".join(map(str, counts)) for counts in (held, better))
-            fix = f"--pp-layers {then} in place of {now}: the output layer costs {head:.1f} layers"
+        if _heaviest(better, head) >= _heaviest(held, head):
+            return  # whole layers allow no better
+        now, then = (",".join(map(str, counts)) for counts in (held, better))
+        fix = f"--pp-layers {then} in place of {now}: the output layer costs {head:.1f} layers"
     yield Finding(
         WARNING, "stages", f"seconds of computing per stage: {shown}; stage {at + 1} makes the "
         "others wait", (fix,),
@@ -436,17 +443,21 @@ def _even(layers: int, pp: int) -> tuple[int, ...]:
 
 def _why_slow(times: Sequence[StepTimes], slow: Slow) -> Iterable[Finding]:
     """Which rank or phase a slow step was slow in."""
-    computing = sorted(times, key=lambda t: t.compute)
-    slowest, median = computing[-1], computing[len(computing) // 2]
-    if len(times) > 1 and slowest.compute > 1.5 * max(computing[0].compute, 1e-9) and (
-        slowest.compute > 0.5 * slow.usual
-    ):  # fmt: skip
+    by_work = sorted(times, key=lambda t: t.own)
+    slowest, usual = by_work[-1], by_work[len(by_work) // 2 - (len(by_work) > 1)]
+    if slowest.own > 1.5 * usual.own and slowest.own > slow.usual:
         yield Finding(
             WARNING, "straggler",
-            f"rank {slowest.rank} computed {slowest.compute:.3g} s, the median rank "
-            f"{median.compute:.3g} s",
-            ("look at that machine: another process on its GPU, a hot or throttled GPU "
-             "(nvidia-smi -q -d PERFORMANCE), a busy CPU",),
+            f"rank {slowest.rank} worked {slowest.own:.3g} s, the median rank {usual.own:.3g} s",
+            ("look at its machine: another process on its GPU, a GPU that is hot "
+             "(nvidia-smi -q -d PERFORMANCE), a busy CPU, a slow disk",),
+        )  # fmt: skip
+    elif slowest.own < 0.5 * slowest.step:
+        yield Finding(
+            WARNING, "network",
+            f"no rank worked more than {slowest.own:.3g} s; the rest went into exchanging data",
+            ("look for other traffic or lost links: NCCL_DEBUG=INFO, nvidia-smi nvlink -e, "
+             "and train-ckpt doctor on each machine",),
         )  # fmt: skip
     if any(t.saving for t in times):
         yield Finding(

@@ -120,7 +120,7 @@ class Watch:
         compute, schedule = self.timers.take()
         self._last = advice.StepTimes(
             self.parallel.rank, self.parallel.pp_rank, seconds, self._phases.get("data", 0.0),
-            schedule or self._phases.get("forward and backward", 0.0), compute,
+            self._phases.get("forward and backward", 0.0), schedule, compute,
             self._phases.get("optimizer", 0.0), saving,
         )  # fmt: skip
         self._phases = {}

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 
 from shardwright.train import config as settings
 from shardwright.train.errors import LOST_A_RANK
@@ -25,6 +26,9 @@ def command(argv: Sequence[str]) -> int:
     given = os.environ.get("SHARDWRIGHT_ARGUMENTS")
     if given is not None and not argv:  # a rank of our own launcher
         argv = json.loads(given)
+    if argv and argv[0] in _SUBCOMMANDS:
+        module = import_module(_SUBCOMMANDS[argv[0]])
+        return int(module.command(argv[1:]))
     made = options.parser("train-ckpt", (__doc__ or "").replace("``", ""))
     settings.options(made)
     config = settings.from_options(made.parse_args(argv))
@@ -36,6 +40,9 @@ def command(argv: Sequence[str]) -> int:
 
     check(config)
     return launch.launch(config, list(argv))
+
+
+_SUBCOMMANDS = {"doctor": "shardwright.tools.train_doctor"}
 
 
 def _run_rank(config: settings.TrainConfig) -> int:

@@ -163,13 +163,17 @@ def bubble(
         chunks = layers // (pp * layout.virtual_pp_layers)
     expected = bubble_share(pp, m, chunks)
     share = expected if measured is None else measured
-    what = f"stages of pp={pp} wait {expected:.0%} of a step with {m} micro-batches"
+    what = f"stages of pp={pp} wait {expected:.0%} of a step with {_times(m)}"
     if measured is not None:
-        what = f"stages waited {measured:.0%} of the step; pp={pp} with {m} micro-batches " \
+        what = f"stages waited {measured:.0%} of the step; pp={pp} with {_times(m)} " \
                f"makes {expected:.0%} unavoidable"  # fmt: skip
     if share < LARGE_BUBBLE or pp == 1:
         return Finding(OK, "bubble", what)
     return Finding(WARNING, "bubble", what, tuple(_bubble_fixes(config, layers)))
+
+
+def _times(micro_batches: int) -> str:
+    return f"{micro_batches} micro-batch" + ("es" if micro_batches > 1 else "")
 
 
 def _bubble_fixes(config: TrainConfig, layers: int | None) -> list[str]:
@@ -309,7 +313,8 @@ def vocabulary(vocab: int, tp: int, multiple: int) -> Finding:
     small = next(n for n in (64, 32, 16, 8, 4, 2, 1) if n < multiple) if multiple > 1 else 1
     return Finding(
         WARNING, "vocabulary", what,
-        (f"a smaller multiple: make_vocab_size_divisible_by {small}, or a smaller tp",),
+        (f"a smaller multiple: make_vocab_size_divisible_by={small} in "
+         "other_megatron_args, or a smaller tp",),
     )  # fmt: skip
 
 

@@ -98,11 +98,42 @@ def decode(
     """
     vm = _Machine(path, bytes(data), persistent)
     try:
+        value = _run(vm)
+    except InputEnds as error:
+        raise CheckpointError(str(error)) from error
+    if vm.pos != len(vm.data):
+        vm.fail(f"the pickle stops with {len(vm.data) - vm.pos} bytes to go")
+    return value
+
+
+def decode_at(
+    data: bytes,
+    start: int,
+    path: str,
+    persistent: Callable[[object], StorageRef] | None = None,
+) -> tuple[object, int]:
+    """The value of the pickle at ``start``, and where it stops.
+
+    Raises ``InputEnds`` where ``data`` holds too little of it, so that a caller can read more.
+    """
+    vm = _Machine(path, data, persistent, start)
+    return _run(vm), vm.pos
+
+
+class InputEnds(CheckpointError):
+    """The bytes given hold only the beginning of a pickle."""
+
+
+def _run(vm: _Machine) -> object:
+    try:
         return vm.run()
     except CheckpointError:
         raise
-    except IndexError:  # the stack, the marks or the input ran out: the same fault to a user
-        vm.fail("the pickle is truncated, or takes values that it never made")
+    except IndexError as error:  # the stack, the marks or the input ran out
+        text = "the pickle is truncated, or takes values that it never made"
+        if vm.pos >= len(vm.data):
+            raise InputEnds(f"{vm.path}: pickle byte {vm.pos}: {text}") from error
+        vm.fail(text)
     except (
         ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
         ValueError, struct.error,
@@ -124,7 +155,7 @@ def short(value: object) -> str:
 
 
 def storage_ref(path: str, persistent_id: object) -> StorageRef:
-    """The persistent id of a zip file of ``torch.save`` as a storage."""
+    """The persistent id of ``torch.save`` as a storage."""
     if type(persistent_id) is not tuple or len(persistent_id) != 5:
         raise CheckpointError(
             f"{path}: persistent id {short(persistent_id)} is not a torch storage, which is "
@@ -259,11 +290,9 @@ class _Machine:
 
     def result(self) -> object:
         value = self.stack.pop()
-        if self.stack or self.marks or self.pos != len(self.data):
-            self.fail(
-                f"the pickle stops with {len(self.stack) + len(self.marks)} values left over and "
-                f"{len(self.data) - self.pos} bytes to go"
-            )
+        if self.stack or self.marks:
+            left = len(self.stack) + len(self.marks)
+            self.fail(f"the pickle stops with {left} values left over")
         return value
 
     def take(self, length: int) -> bytes:
@@ -271,7 +300,10 @@ class _Machine:
         start, stop = self.pos, self.pos + length
         if stop > len(self.data):
             left = len(self.data) - start
-            self.fail(f"{length} bytes wanted, {left} left; the file is truncated")
+            raise InputEnds(
+                f"{self.path}: pickle byte {start}: {length} bytes wanted, {left} left; the file "
+                "is truncated"
+            )
         self.pos = stop
         return self.data[start:stop]
 
@@ -283,6 +315,8 @@ class _Machine:
         """The text up to the next newline; only names are written so."""
         stop = self.data.find(b"\n", self.pos, self.pos + 256)
         if stop < 0:
+            if len(self.data) - self.pos < 256:
+                raise InputEnds(f"{self.path}: pickle byte {self.pos}: a name that does not end")
             self.fail("a name that does not end")
         text = self.data[self.pos : stop].decode("utf-8")
         self.pos = stop + 1
@@ -643,7 +677,10 @@ def _frame(vm: _Machine) -> None:
     length = vm.uint(8)  # a hint for buffering; the frame's opcodes follow as ever
     left = len(vm.data) - vm.pos
     if length > left:
-        vm.fail(f"a frame of {length} bytes, {left} left; the file is truncated")
+        raise InputEnds(
+            f"{vm.path}: pickle byte {vm.pos}: a frame of {length} bytes, {left} left; the file is "
+            "truncated"
+        )
 
 
 def _setitem(vm: _Machine) -> None:

@@ -20,10 +20,11 @@ from typing import BinaryIO
 
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError
-from .blueprint import Blueprint, Checksum, Entry, Index, Spec
+from . import torchlegacy
+from .blueprint import Blueprint, Checksum, Index, Spec
 from .files import regular_size
+from .pickled import entry, extra, tensors
 from .pickles import (
-    Global,
     StorageRef,
     TensorRef,
     contiguous,
@@ -35,8 +36,6 @@ from .pickles import (
 
 MAX_RECORD_BYTES = 512 << 20  # of what is read whole: the pickle, the directory, the JSON
 MAX_RECORDS = 1 << 20  # one per storage
-MAX_DEPTH = 64  # dicts and lists inside each other; Megatron's optimizer state has 6
-MAX_NAME = 4_096  # characters of a joined name
 ALIGN_BYTES = 64  # where a storage starts: torch's own choice, so that vector loads may follow
 MAX_U16, MAX_U32 = 0xFFFF, 0xFFFFFFFF  # at these values a zip field says "see the ZIP64 field"
 
@@ -46,7 +45,6 @@ _END = struct.Struct("<4s4H2LH")  # end of the directory
 _END64 = struct.Struct("<4sQ2H2L4Q")  # the same in 64 bits
 _LOCATOR = struct.Struct("<4sLQL")  # where _END64 is
 _ENCRYPTED, _SIZES_FOLLOW = 1, 8  # flag bits; the second: sizes may be 0 in the local header
-_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # what torch < 1.6 starts with
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +80,12 @@ def index(path: str) -> Index:
 
     ``extra`` is the rest: each top-level value that is not itself a tensor, under its key. A
     dict among them holds its tensors as ``TensorRef``. A file that is one tensor names it "".
+    Files of the form before zip archives are read as well.
     """
-    return index_span(path, 0, regular_size(path))
+    size = regular_size(path)
+    if torchlegacy.is_legacy(path):
+        return torchlegacy.index(path)
+    return index_span(path, 0, size)
 
 
 def index_span(path: str, start_bytes: int, length_bytes: int) -> Index:
@@ -103,9 +105,11 @@ def index_span(path: str, start_bytes: int, length_bytes: int) -> Index:
         metadata = _metadata(archive, records, prefix)
         raw = _small(archive, records[prefix + b"data.pkl"])
     root = decode(raw, path, lambda pid: _storage(path, records, prefix, pid))
-    views = _tensors(path, root, budget=4 * len(raw))
-    entries = {name: _entry(path, name, views[name], records, prefix) for name in views}
-    return Index(path, size, entries, metadata, _extra(path, root))
+    entries = {}
+    for name, view in tensors(path, root, budget=4 * len(raw)).items():
+        record = records[_record_name(prefix, view.storage)]
+        entries[name] = entry(path, name, view, record.offset)
+    return Index(path, size, entries, metadata, extra(path, root))
 
 
 # --- the archive ----------------------------------------------------------------------------
@@ -116,11 +120,6 @@ def _check_kind(archive: _Archive) -> None:
     head = archive.read(archive.start, 64)
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return
-    if head.startswith(_LEGACY_MAGIC):
-        raise archive.fault(
-            "a torch file from before version 1.6, which is no zip archive; save it again with "
-            "a current torch: torch.save(torch.load(path), path)"
-        )
     if head.startswith(b"version https://git-lfs"):
         raise archive.fault("a Git LFS pointer, not the file itself; run `git lfs pull`")
     what = "a bare pickle" if head.startswith(b"\x80") else f"it starts with {head[:8]!r}"
@@ -357,104 +356,6 @@ def _record_name(prefix: bytes, ref: StorageRef) -> bytes:
     return prefix + b"data/" + ref.key.encode("utf-8", "surrogatepass")
 
 
-def _tensors(path: str, root: object, budget: int) -> dict[str, TensorRef]:
-    """The tensors inside dicts, lists and tuples, in order, under their joined keys.
-
-    ``budget`` bounds the values looked at: a few lists that hold each other twice are a tree
-    without end, and a shared dict that a file may rightly have costs at least a byte.
-    """
-    found: dict[str, TensorRef] = {}
-    todo: list[tuple[str, object, int]] = [("", root, 0)]
-    while todo:
-        name, value, depth = todo.pop()
-        if type(value) is TensorRef:
-            if name in found:
-                raise CheckpointError(f"{path}: two tensors whose place reads {short(name)}")
-            found[name] = value
-            continue
-        children = _children(value)
-        budget -= len(children)
-        if budget < 0 or depth > MAX_DEPTH:
-            raise CheckpointError(
-                f"{path}: {short(name)}: values inside each other more than {MAX_DEPTH} deep, or "
-                "without end"
-            )
-        for key, child in reversed(children):
-            if type(child) in (TensorRef, dict, list, tuple):
-                todo.append((_joined(path, name, key, depth), child, depth + 1))
-    return found
-
-
-def _children(value: object) -> list[tuple[object, object]]:
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
-
-
-def _joined(path: str, name: str, key: object, depth: int) -> str:
-    text = f"{name}.{_key_text(key)}" if depth else _key_text(key)
-    if len(text) > MAX_NAME or not _is_unicode(text):
-        raise CheckpointError(
-            f"{path}: {short(text)} is no name of a tensor: over {MAX_NAME} characters, or no "
-            "Unicode"
-        )
-    return text
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which no file name or JSON can hold
-        return False
-    return True
-
-
-def _key_text(key: object) -> str:
-    """A dict key as part of a name: ``(torch.bfloat16, torch.float32)`` as Megatron spells it."""
-    if isinstance(key, str):
-        return key
-    if isinstance(key, Global):
-        return key.path
-    if isinstance(key, tuple):
-        parts = (_key_text(part) if isinstance(part, tuple) else short(part) for part in key)
-        return f"({', '.join(parts)})"
-    return short(key)
-
-
-def _extra(path: str, root: object) -> dict[str, object]:
-    """The top-level values that are not tensors themselves."""
-    if type(root) is TensorRef:
-        return {}
-    if not isinstance(root, (dict, list, tuple)):
-        return {"": root}
-    extra: dict[str, object] = {}
-    for key, value in _children(root):
-        text = _key_text(key)
-        if text in extra:
-            raise CheckpointError(f"{path}: two values whose key reads {short(text)}")
-        if type(value) is not TensorRef:
-            extra[text] = value
-    return extra
-
-
-def _entry(
-    path: str, name: str, view: TensorRef, records: Mapping[bytes, _Record], prefix: bytes
-) -> Entry:
-    """A tensor as bytes of the file, once all of it lies inside its storage."""
-    itemsize = ITEMSIZE[view.dtype]
-    holds = view.storage.numel * ITEMSIZE[view.storage.dtype]
-    stop = view.offset_elems
-    if 0 not in view.shape:
-        stop += 1 + sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
-    if stop * itemsize > holds or math.prod(view.shape) * itemsize >= 2**63:
-        raise CheckpointError(
-            f"{path}: {name}: offset {view.offset_elems}, shape {view.shape} and strides "
-            f"{view.strides} of {view.dtype} reach byte {stop * itemsize} of a storage of {holds}"
-        )
-    offset = records[_record_name(prefix, view.storage)].offset + view.offset_elems * itemsize
-    return Entry(name, view.dtype, view.shape, view.strides, offset)
-
-
 # --- writing --------------------------------------------------------------------------------
 
 
@@ -463,14 +364,14 @@ def layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Blueprint:
 
     One storage per tensor. The record ``shardwright.json`` holds ``metadata`` if there is any.
     """
-    tensors: dict[str, TensorRef] = {}
+    views: dict[str, TensorRef] = {}
     for key, spec in enumerate(specs):
-        assert spec.name not in tensors, f"{spec.name} twice in one file"
-        tensors[spec.name] = contiguous(spec.dtype, spec.shape, str(key))
-    raw = dump_tensors(tensors)
-    if len(raw) > MAX_RECORD_BYTES or len(tensors) > MAX_RECORDS - 4:
+        assert spec.name not in views, f"{spec.name} twice in one file"
+        views[spec.name] = contiguous(spec.dtype, spec.shape, str(key))
+    raw = dump_tensors(views)
+    if len(raw) > MAX_RECORD_BYTES or len(views) > MAX_RECORDS - 4:
         raise CheckpointError(
-            f"{len(tensors)} tensors with {len(raw)} bytes of names and shapes are too many for "
+            f"{len(views)} tensors with {len(raw)} bytes of names and shapes are too many for "
             f"one file (limits: {MAX_RECORDS - 4} and {MAX_RECORD_BYTES}); split the output with "
             "--max-shard-size"
         )
@@ -481,7 +382,7 @@ def layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Blueprint:
         name: archive.reserve(
             f"data/{tensor.storage.key}", math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
         )
-        for name, tensor in tensors.items()
+        for name, tensor in views.items()
     }
     archive.record("version", b"3\n")  # torch's number for this kind of file
     if metadata:

@@ -37,6 +37,7 @@ class ReadOptions:
     layout: Mapping[str, str] = field(default_factory=dict)  # tags that override the file's
     vocab_size: int | None = None  # true rows of the vocabulary
     weights_only: bool = False  # leave optimizer files alone
+    iteration: int | None = None  # of a Megatron-LM folder that holds several
 
 
 @dataclass(frozen=True, slots=True)

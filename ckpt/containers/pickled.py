@@ -51,7 +51,7 @@ def _children(value: object) -> list[tuple[object, object]]:
 
 
 def _joined(path: str, name: str, key: object, depth: int) -> str:
-    text = f"{name}.{_key_text(key)}" if depth else _key_text(key)
+    text = f"{name}.{key_text(key)}" if depth else key_text(key)
     if len(text) > MAX_NAME or not _is_unicode(text):
         raise CheckpointError(
             f"{path}: {short(text)} is no name of a tensor: over {MAX_NAME} characters, or no "
@@ -68,14 +68,14 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _key_text(key: object) -> str:
+def key_text(key: object) -> str:
     """A dict key as part of a name: ``(torch.bfloat16, torch.float32)`` as Megatron spells it."""
     if isinstance(key, str):
         return key
     if isinstance(key, Global):
         return key.path
     if isinstance(key, tuple):
-        parts = (_key_text(part) if isinstance(part, tuple) else short(part) for part in key)
+        parts = (key_text(part) if isinstance(part, tuple) else short(part) for part in key)
         return f"({', '.join(parts)})"
     return short(key)
 
@@ -88,7 +88,7 @@ def extra(path: str, root: object) -> dict[str, object]:
         return {"": root}
     found: dict[str, object] = {}
     for key, value in _children(root):
-        text = _key_text(key)
+        text = key_text(key)
         if text in found:
             raise CheckpointError(f"{path}: two values whose key reads {short(text)}")
         if type(value) is not TensorRef:

@@ -48,7 +48,7 @@ from .shard_names import (
 )
 from .side_files import side_files
 
-STATE_KEYS = ("step", "schedule", "param_groups", "data")
+STATE_KEYS = ("step", "schedule", "param_groups", "data", "megatron")
 _RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
 
 

@@ -1,0 +1,156 @@
+"""Which parameter each entry of Megatron-LM's optimizer state belongs to.
+
+Its files hold no names: the plain optimizer numbers parameters group by group, the distributed one
+lays them into flat buffers. Both follow the order in which the model registers its parameters,
+which is the order of the ``model`` dict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+ALIGN_ELEMS = 64  # a parameter of a flat buffer starts at a multiple of this
+BUCKET_ELEMS = 40_000_000  # Megatron's default, or 1,000,000 for each data-parallel rank
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A trainable tensor of a rank, in registration order."""
+
+    name: str  # ours, with the global layer number
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: int = 0  # virtual pipeline stage
+    shared: bool = False  # a tied embedding that two stages hold
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+# --- groups ------------------------------------------------------------------------------------
+
+Group = Mapping[str, object]
+_Key = tuple[bool, bool]  # has weight decay, has a learning rate of its own
+
+
+def _default_key(param: Param, group_has_own_lr: bool) -> _Key:
+    decays = not (param.name.endswith(".bias") or len(param.shape) == 1)
+    own = group_has_own_lr and param.name.startswith(("embedding.", "output_layer."))
+    return decays, own
+
+
+def _qk_norm_key(param: Param, group_has_own_lr: bool) -> _Key:
+    """--apply-wd-to-qk-layernorm."""
+    decays, own = _default_key(param, group_has_own_lr)
+    return decays or ".q_layernorm." in param.name or ".k_layernorm." in param.name, own
+
+
+def _no_groups_key(param: Param, group_has_own_lr: bool) -> _Key:
+    return True, False
+
+
+def _group_key(group: Group) -> _Key:
+    decay = group.get("wd_mult", group.get("pre_wd_mult"))
+    if decay is None:
+        decay = group.get("weight_decay", 0.0)
+    return bool(decay), group.get("is_decoupled_lr") is True
+
+
+def group_params(groups: Sequence[Group], params: Sequence[Param]) -> list[list[Param]] | None:
+    """The parameters of each group in its order; None where no known rule gives its numbers.
+
+    A group's ``params`` are its numbers; they count through all groups.
+    """
+    counts = []
+    for group in groups:
+        numbers = group.get("params")
+        if not isinstance(numbers, list):
+            return None
+        counts.append(len(numbers))
+    own = any(group.get("is_decoupled_lr") is True for group in groups)
+    rules: tuple[Callable[[Param, bool], _Key], ...] = (_default_key, _qk_norm_key, _no_groups_key)
+    for rule in rules:
+        keys = [(True, False)] if rule is _no_groups_key else [_group_key(g) for g in groups]
+        if len(set(keys)) < len(groups) and len(groups) > 1:
+            continue
+        buckets = [[p for p in params if rule(p, own) == key] for key in keys]
+        if [len(b) for b in buckets] == counts and sum(counts) == len(params):
+            return buckets
+    return None
+
+
+# --- flat buffers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a parameter lies in a flat buffer, in elements."""
+
+    param: Param
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flat buffer: its parameters, and its length without padding at the end of buckets."""
+
+    spans: list[Span]
+    length: int
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_ELEMS) * ALIGN_ELEMS
+
+
+def flat_buffer(params: Sequence[Param], bucket_elems: int | None) -> Flat:
+    """Lay parameters out as megatron-core's buffers do: in reverse, in buckets, 64-aligned.
+
+    A bucket ends with the parameter that reaches ``bucket_elems`` (None: one bucket), and a tied
+    embedding has one of its own. What is stored are the buckets one after another, each without
+    the padding at its end. Source: megatron.core.distributed.param_and_grad_buffer.
+    """
+    spans = []
+    base = offset = 0  # of the bucket in the buffer, in the bucket
+    for param in reversed(params):
+        if param.shared and offset:
+            base, offset = base + _aligned(offset), 0
+        start = _aligned(offset)
+        spans.append(Span(param, base + start))
+        offset = start + param.numel
+        if param.shared or (bucket_elems is not None and offset >= bucket_elems):
+            base, offset = base + offset, 0
+    return Flat(spans, base + offset)
+
+
+def bucketed(params: Sequence[Param], lengths: Sequence[int]) -> Flat | None:
+    """The same where the lengths of the buckets are recorded; None if they do not fit.
+
+    Lengths are those that are stored, one bucket after another.
+    """
+    spans = []
+    base = offset = 0
+    rest = list(lengths)
+    for param in reversed(params):
+        start = _aligned(offset)
+        if rest and start + param.numel > rest[0]:
+            base, offset, start = base + rest.pop(0), 0, 0
+        if not rest or start + param.numel > rest[0]:
+            return None
+        spans.append(Span(param, base + start))
+        offset = start + param.numel
+    if len(rest) != 1 or _aligned(offset) < rest[0]:
+        return None
+    return Flat(spans, sum(lengths))
+
+
+def bucket_sizes(
+    args: Mapping[str, object], dp: int, stage: int, chunk: int
+) -> Iterator[int | None]:
+    """The bucket sizes that a buffer may have been made with, the likeliest first."""
+    said = args.get("ddp_bucket_size")
+    default = said if type(said) is int else max(BUCKET_ELEMS, 1_000_000 * dp)
+    single = stage > 0 or chunk > 0 or args.get("overlap_grad_reduce") is not True
+    yield from (None, default) if single else (default, None)

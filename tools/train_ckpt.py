@@ -1,7 +1,8 @@
 """``train-ckpt``: train or continue a model with tensor, pipeline and data parallelism.
 
 Writes ``SAVE_DIR/checkpoint-STEP`` in the shard format that reshard, merge-ckpt and verify-ckpt
-read, and resumes from any readable checkpoint in any layout.
+read, and resumes from any readable checkpoint in any layout. ``train-ckpt config`` asks how a run
+is spread and writes Accelerate's YAML; ``train-ckpt doctor`` examines the machine for a run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def command(argv: Sequence[str]) -> int:
     return launch.launch(config, list(argv))
 
 
-_SUBCOMMANDS = {"doctor": "shardwright.tools.train_doctor"}
+_SUBCOMMANDS = {
+    "config": "shardwright.tools.train_config",
+    "doctor": "shardwright.tools.train_doctor",
+}
 
 
 def _run_rank(config: settings.TrainConfig) -> int:

@@ -1,0 +1,133 @@
+"""``train-ckpt config``: asks how a run is spread, and writes the YAML of ``accelerate config``.
+
+Questions that a flag answers are not asked; without a terminal, or with ``--yes``, the others take
+their defaults. The file is read by ``accelerate launch``, by scripts and by train-ckpt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright.train import questions
+from shardwright.train.errors import TrainError
+from shardwright.train.plugin import (
+    FIELDS,
+    FILE_KEYS,
+    KEY,
+    default_accelerate_path,
+    nearest,
+    read_accelerate,
+)
+
+from . import options
+
+_SHORT = {
+    "tp_degree": "--tp", "pp_degree": "--pp", "sequence_parallelism": "--sequence-parallel",
+    "use_distributed_optimizer": "--distributed-optimizer", "gradient_clipping": "--clip-grad",
+}  # fmt: skip
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run with dashed arguments; the exit code."""
+    made = _parser()
+    args, unknown = made.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in made._actions for flag in action.option_strings]
+        word = unknown[0].partition("=")[0]
+        print(f"error: unknown argument {word}{nearest(word, flags)}", file=sys.stderr)
+        return options.USAGE
+    output = Path(args.output or default_accelerate_path(os.environ)).expanduser()
+    read = args.read or (str(output) if args.show else None)
+    known = questions.of_file(read_accelerate(read)) if read else {}
+    given = questions.read_flags(
+        {n: v for n, v in vars(args).items() if n in questions.VALUES and v is not None}
+    )
+    ask = input if _is_asked(args) else None
+    answers = questions.answer(given, known, _proposed(args, given), ask)
+    table = questions.table(answers)
+    config = questions.check(table, str(args.read or output), os.environ)
+    for line in questions.summary(config):
+        print(line)
+    if args.show:
+        return options.DONE
+    lost = questions.refuse_to_replace(output, read)
+    if lost is not None and not args.overwrite and not _agreed(lost, ask):
+        raise TrainError(f"{lost}; replace it with --overwrite, or write elsewhere with --output")
+    questions.write(table, output)
+    print(f"wrote {output}")
+    return options.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = options.parser("train-ckpt config", (__doc__ or "").replace("``", ""))
+    made.add_argument(
+        "--output", metavar="FILE", help="where to write (default: where accelerate launch looks)"
+    )
+    made.add_argument("--read", metavar="FILE", help="a YAML whose answers are the defaults")
+    made.add_argument("--show", action="store_true", help="say what a YAML means; write nothing")
+    made.add_argument("--yes", action="store_true", help="ask nothing: defaults and flags count")
+    made.add_argument("--ask", action="store_true", help="ask without a terminal too")
+    made.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    asked = made.add_argument_group("answers")
+    for question in questions.QUESTIONS:
+        _add(asked, question.name, question.text)
+    others = made.add_argument_group("what is not asked")
+    for name in questions.UNASKED:
+        _add(others, name, _help(name))
+    return made
+
+
+def _help(name: str) -> str:
+    if name not in FIELDS:
+        return FILE_KEYS[name].what
+    use = FIELDS[name]
+    return use.what if use.use == "used" else f"(default alone: {use.reason})"
+
+
+def _add(group: Any, name: str, text: str) -> None:
+    """A flag for one answer: its short name, Accelerate's YAML key, and the field's own."""
+    dashed = "--" + name.replace("_", "-")
+    flags = [*([_SHORT[name]] if name in _SHORT else []), dashed]
+    if name in FIELDS:
+        flags.append("--" + (KEY + name).replace("_", "-"))
+    values = questions.VALUES[name]
+    more: dict[str, Any] = {"metavar": "|".join(values.choices) or values.kind.upper()}
+    if values.kind == "bool":
+        more = {"nargs": "?", "const": True, "metavar": "BOOL"}
+    text = text.replace("%", "%%")
+    group.add_argument(*flags, dest=name, default=None, help=text, **more)
+
+
+def _is_asked(args: argparse.Namespace) -> bool:
+    return not (args.yes or args.show) and (args.ask or sys.stdin.isatty())
+
+
+def _agreed(lost: str, ask: questions.Ask | None) -> bool:
+    if ask is None:
+        return False
+    try:
+        return ask(f"{lost}. Replace it? [no]: ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _proposed(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What to suggest where neither flag nor file says: this machine's GPUs."""
+    from shardwright.train.machine import count_gpus
+
+    count = count_gpus()
+    return {"gpus": count} if count else {"gpus": 1, "use_cpu": True}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry."""
+    return options.run(command, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

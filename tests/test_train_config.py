@@ -874,6 +874,17 @@ LINES: dict[str, tuple[str, Any]] = {
     "--save-dir s": ("saving.save_dir", "s"),
     "--save-dir s --save-interval 4": ("saving.save_interval", 4),
     "--save-dir s --keep-last 2": ("saving.keep_last", 2),
+    "--timeout-minutes 30": ("launch.timeout_minutes", 30),
+    "--nproc 1 --num-machines 2 --main-process-ip h": ("launch.num_machines", 2),
+    "--nproc 1 --num-machines 2 --main-process-ip h --machine-rank 1": ("launch.machine_rank", 1),
+    "--nproc 1 --num-machines 2 --main-process-ip h --main-process-port 9": (
+        "launch.main_process_port",
+        9,
+    ),
+    "--nproc 1 --num-machines 2 --main-process-ip h --rdzv-backend c10d": (
+        "launch.rdzv_backend",
+        "c10d",
+    ),
     "--save-dir s --resume": ("saving.resume", "latest"),
     "--resume checkpoint-4": ("saving.resume", "checkpoint-4"),
     "--tensorboard-dir t": ("logging.tensorboard_dir", "t"),

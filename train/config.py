@@ -893,6 +893,17 @@ OPTIONS: dict[str, Option] = {
     "nproc": _option(
         "int", "processes on this machine (default: tp x pp)", group="layout", least=1
     ),
+    "num_machines": _option("int", "machines (default: 1)", group="layout", least=1),
+    "machine_rank": _option("int", "this machine's number, from 0", group="layout", least=0),
+    "main_process_ip": _option(
+        "str", "address of machine 0, where all meet", metavar="HOST", group="layout"
+    ),
+    "main_process_port": _option(
+        "int", "its port (default: 29500)", group="layout", least=1, most=65535
+    ),
+    "rdzv_backend": _option(
+        "str", "how machines meet (default: static)", group="layout", choices=("static", "c10d")
+    ),
     "timeout_minutes": _option(
         "int", "how long a collective waits for other ranks (default: 10)", group="layout", least=1
     ),
@@ -990,7 +1001,8 @@ def from_options(
     raise_faults("options", own.faults)
     plugin = MegatronLMPlugin.resolved(sources, file)
     said = own.values
-    world, more = _world(plugin, said["nproc"], _launch(file, 10), environ)
+    launch = _machines(_launch(file, 10), said, environ)
+    world, more = _world(plugin, said["nproc"], launch, environ)
     config = from_plugin(
         plugin,
         said["precision"],
@@ -1002,7 +1014,8 @@ def from_options(
     )
     notes = [f"settings in {file.path} count"] if file and file.path not in args.config else []
     notes += [*own.overruled, *plugin.overruled, *config.notes, *more, *_batch_note(plugin, config)]
-    config = _with_options(config, said, tuple(notes))
+    launch = replace(launch, timeout_minutes=config.launch.timeout_minutes)
+    config = _with_options(replace(config, launch=launch), said, tuple(notes))
     faults = faults_of(config)
     if not complete:
         raise_faults("options", faults)
@@ -1041,6 +1054,28 @@ def _with_options(
         seed=config.seed if said["seed"] is None else said["seed"],
         notes=notes,
     )
+
+
+def _machines(launch: Launch, said: Mapping[str, Any], environ: Mapping[str, str]) -> Launch:
+    """``launch`` with what the command line says of machines; TrainError where that lacks."""
+    names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")
+    given = {name: said[name] for name in names if said[name] is not None}
+    launch = replace(launch, **given)
+    count, rank = launch.num_machines, launch.machine_rank
+    if "WORLD_SIZE" in environ:
+        return launch  # the machines have met already
+    faults = []
+    if count == 1:
+        alone = [f"--{n.replace('_', '-')} {given[n]}" for n in names[2:4] if n in given]
+        faults += [f"{flag} needs several machines: --num-machines N" for flag in alone]
+    elif launch.main_process_ip is None:
+        faults.append(f"{count} machines need the address of the first: --main-process-ip HOST")
+    if rank >= count:
+        faults.append(f"--machine-rank {rank}: {count} machines count from 0")
+    raise_faults("options", faults)
+    if count > 1 and launch.main_process_port is None:
+        launch = replace(launch, main_process_port=29500)
+    return launch
 
 
 def _optimizer_of(said: Mapping[str, Any]) -> Optimizer:

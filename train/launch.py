@@ -16,7 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .config import TrainConfig
+from . import network
+from .config import Launch, TrainConfig
 from .loop import STOP_FILE
 
 ARGUMENTS = "SHARDWRIGHT_ARGUMENTS"  # what a rank that we start is to do, as JSON
@@ -38,16 +39,26 @@ def launch(config: TrainConfig, argv: Sequence[str]) -> int:
     if launch.num_machines == 1:
         command += ["--standalone"]
     else:
-        command += [
-            f"--node-rank={launch.machine_rank}", f"--rdzv-backend={launch.rdzv_backend}",
-            f"--master-addr={launch.main_process_ip}", f"--master-port={launch.main_process_port}",
-        ]  # fmt: skip
+        command += _meeting(launch)
     command += ["-m", "shardwright.tools.train_ckpt"]
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         stop = Path(folder) / "stop"
         # the agent's parser would take some of our options for its own
         environment = {**os.environ, ARGUMENTS: json.dumps(list(argv)), STOP_FILE: str(stop)}
         return _supervise(command, environment | _environment(config), stop)
+
+
+def _meeting(launch: Launch) -> list[str]:
+    """How this machine's agent finds the others."""
+    ip, port = launch.main_process_ip, launch.main_process_port
+    assert ip is not None
+    assert port is not None
+    found = [f"--rdzv-backend={launch.rdzv_backend}", f"--local-addr={network.local_address(ip)}"]
+    if launch.rdzv_backend == "static":
+        return [*found, f"--node-rank={launch.machine_rank}", f"--master-addr={ip}",
+                f"--master-port={port}"]  # fmt: skip
+    # agents number themselves; the name keeps runs apart that meet at one store
+    return [*found, f"--rdzv-endpoint={ip}:{port}", f"--rdzv-id=shardwright-{port}"]
 
 
 def _environment(config: TrainConfig) -> dict[str, str]:
@@ -57,6 +68,12 @@ def _environment(config: TrainConfig) -> dict[str, str]:
         found["CUDA_VISIBLE_DEVICES"] = ""
     elif config.launch.gpu_ids not in (None, "all"):
         found["CUDA_VISIBLE_DEVICES"] = str(config.launch.gpu_ids)
+    launch = config.launch
+    if launch.num_machines > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        assert launch.main_process_ip is not None
+        name = network.interface(network.local_address(launch.main_process_ip))
+        if name is not None:  # else gloo takes what the host's own name resolves to, often loopback
+            found["GLOO_SOCKET_IFNAME"] = name
     if config.launch.accelerate_file is not None:
         found["ACCELERATE_CONFIG_FILE"] = config.launch.accelerate_file
     return found

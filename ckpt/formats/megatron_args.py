@@ -65,6 +65,46 @@ def _encode_stub(value: Stub, depth: int) -> object:
     raise Unknown(path)
 
 
+def decode(value: object, depth: int = 0) -> object:
+    """The inverse of ``encode``; CheckpointError for a tag that is not one of its own."""
+    if depth > 2 * _MAX_DEPTH:
+        raise CheckpointError("state megatron: values inside each other without end")
+    if isinstance(value, list):
+        return [decode(item, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((key for key in value if key.startswith("$")), "")
+    if not tag:
+        return {key: decode(item, depth + 1) for key, item in value.items()}
+    try:
+        return _untagged(tag, value, depth + 1)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"state megatron: {value!r:.200} is no value of {tag}") from error
+
+
+def _untagged(tag: str, value: Mapping[str, Any], depth: int) -> object:
+    """The value of one tag, as the pickle machine gives it."""
+    inner = value[tag]
+    if tag == "$float":
+        return float(inner)
+    if tag == "$dtype":
+        return Global("torch", str(inner))
+    if tag == "$tuple":
+        return tuple(decode(item, depth) for item in inner)
+    if tag == "$set":
+        return {decode(item, depth) for item in inner}
+    if tag == "$dict":
+        return {decode(key, depth): decode(item, depth) for key, item in inner}
+    if tag == "$namespace":
+        return Stub("argparse", "Namespace", (), {k: decode(v, depth) for k, v in inner.items()})
+    if tag == "$path":
+        return Stub("pathlib", "PosixPath", (str(inner),))
+    if tag == "$enum":
+        module, _, name = inner.rpartition(".")
+        return Stub(module, name, (decode(value["value"], depth),))
+    raise ValueError(tag)
+
+
 def namespace(value: object, origin: str) -> tuple[Args, list[str]]:
     """The values of an ``args``, and the names of those that cannot travel."""
     if not isinstance(value, Stub) or not isinstance(value.state, dict):

@@ -123,19 +123,25 @@ class Design:
     tied: int = 0  # copies of tied tensors that are written in addition
 
 
-def load_json(path: Path) -> dict[str, object]:
-    """A JSON object; NaN, infinities and anything but an object are refused."""
+def load_json(path: Path, *, finite: bool = True) -> dict[str, object]:
+    """A JSON object; anything but an object is refused, and NaN and infinities if ``finite``.
+
+    Python writes them, so a config.json may hold them where no size or flag is meant: there
+    they pass, as transformers lets them.
+    """
 
     def refuse(text: str) -> float:
+        if not finite:
+            return float(text)
         raise CheckpointError(f"{path}: holds the number {text}, which JSON does not have")
 
-    def finite(text: str) -> float:
+    def number_of(text: str) -> float:
         return number if math.isfinite(number := float(text)) else refuse(text)
 
     regular_size(str(path))
     try:
         text = path.read_text(encoding="utf-8")
-        value = json.loads(text, parse_constant=refuse, parse_float=finite)
+        value = json.loads(text, parse_constant=refuse, parse_float=number_of)
     except CheckpointError:
         raise
     except OSError as error:
@@ -210,7 +216,7 @@ def load_model(path: Path, vocab_size: int | None = None) -> Model:
 
     ``vocab_size`` overrides the config's number of true vocabulary rows.
     """
-    return model_from(load_json(path), str(path), vocab_size)
+    return model_from(load_json(path, finite=False), str(path), vocab_size)
 
 
 def model_from(config: Mapping[str, object], path: str, vocab_size: int | None = None) -> Model:

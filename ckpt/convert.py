@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .verifier import Verdict
 
 
+MAX_AXIS = 1 << 16  # ranks: each is a file, and planning them takes time and memory
+
+
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
     """The layout that shards are to have; None keeps the source's own."""
@@ -106,10 +109,11 @@ def reshard(
         padded = shards_out.padded_vocab(model.sizes["vocab"], target.vocab_multiple, sizes["tp"])
         dtype = TO_TORCH[_main_dtype(metas)]
         text = shards_out.checkpoint_json(target, state, padded, dtype, files)
+        carried = _with_dtype(ckpt.manifest.side_files, to.dtype)
         random = list(ckpt.random_states) if same and not to.weights_only else []
         return [
             *random,
-            *_with_dtype(ckpt.manifest.side_files, to.dtype),
+            *(_with_vocab(carried, model) if read.vocab_size is not None else carried),
             SideFile(shard_names.CHECKPOINT, text=text),
         ]
 
@@ -138,6 +142,8 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards_out.Target:
     for name, value in (*to.axes.items(), ("dp", to.dp)):
         if value is not None and value < 1:
             raise CheckpointError(f"--{name} {value}: must be at least 1")
+        if value is not None and value > MAX_AXIS:
+            raise CheckpointError(f"--{name} {value}: the limit is {MAX_AXIS} ranks")
     multiple = to.vocab_multiple if to.vocab_multiple is not None else ckpt.vocab_multiple
     if multiple < 1:
         raise CheckpointError(f"--make-vocab-size-divisible-by {multiple}: must be at least 1")

@@ -118,6 +118,8 @@ def run_job(job: Job, options: RunOptions) -> Report:
     design = job.design(root)
     made = plan(job.source.manifest, design.manifest, job.drop)
     report = _report(job, options, design, made)
+    # A value that a text file cannot hold is found now, not when all else is written.
+    job.sides(design, {Path(f.path).name: (f.blueprint.size_bytes, "") for f in design.files})
     if options.dry_run:
         return report
     before = snapshot(_source_files(job.source))

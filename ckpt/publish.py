@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +23,8 @@ from .errors import CheckpointError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+published: list[Path] = []  # what this process has made visible, for a run that is interrupted
 
 
 class Stage:
@@ -46,6 +48,7 @@ class Stage:
         self.continued = False
         self._lock = -1
         self._journal = -1
+        self._inode = -1  # of what publish renames
 
     def __enter__(self) -> Stage:
         with _told(self.output):
@@ -75,11 +78,19 @@ class Stage:
         trace: TracebackType | None,
     ) -> None:
         self._close_journal()
+        if self._is_published() and self.output not in published:
+            published.append(self.output)  # interrupted between the rename and the next line
         if self.path.exists() and not (self.resume and error is not None):
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._discard()
             if error is not None:
                 self._remove_made_parents()
         os.close(self._lock)
+
+    def _is_published(self) -> bool:
+        """Whether the output is the very file or folder that was written here."""
+        with contextlib.suppress(OSError):
+            return os.stat(self.output, follow_symlinks=False).st_ino == self._inode
+        return False
 
     def _remove_made_parents(self) -> None:
         for folder in self._made:
@@ -142,11 +153,39 @@ class Stage:
             # half a line left by a kill would become one with the next
             os.truncate(path, sum(len(line) + 1 for line in lines))
         else:
-            for child in self.path.iterdir():
-                is_folder = child.is_dir() and not child.is_symlink()
-                shutil.rmtree(child) if is_folder else child.unlink()
+            self._check_ours()
+            self._empty()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._journal = os.open(path, flags, 0o666)
+
+    def _empty(self) -> None:
+        """Remove everything, the journal last: what a kill leaves must be known as ours."""
+        journal = self.path / JOURNAL
+        for child in sorted(self.path.iterdir(), key=lambda child: child == journal):
+            is_folder = child.is_dir() and not child.is_symlink()
+            shutil.rmtree(child) if is_folder else child.unlink()
+
+    def _discard(self) -> None:
+        """Remove the folder, which may be the output that was replaced, as far as possible."""
+        with contextlib.suppress(OSError):
+            (self.path / JOURNAL).touch()
+            self._empty()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _check_ours(self) -> None:
+        """A folder of somebody else's that happens to have this name is not emptied.
+
+        Ours holds a journal, or for a moment before it is published a whole output.
+        """
+        from .reader import is_checkpoint
+
+        names = os.listdir(self.path)
+        whole = names == [self.output.name] if self.single else is_checkpoint(self.path)
+        if names and JOURNAL not in names and not whole:
+            raise CheckpointError(
+                f"{self.path}: is in the way: it holds {sorted(names)[0]!r} and was not left by a "
+                "run of this tool; move it, or name another --output"
+            )
 
     def begin(self) -> None:
         """Record that every file exists at its full size; from here on a run can continue."""
@@ -180,6 +219,7 @@ class Stage:
             (self.path / JOURNAL).unlink()
             _sync_tree(self.path)
             self._check_output()  # somebody may have put one there since
+            self._inode = os.stat(self.path / self.output.name if self.single else self.path).st_ino
             if self.single:
                 os.replace(self.path / self.output.name, self.output)
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -187,7 +227,8 @@ class Stage:
                 os.rename(self.path, self.output)
             else:
                 _exchange(self.path, self.output)
-                shutil.rmtree(self.path, ignore_errors=True)
+                self._discard()
+            published.append(self.output)
             _sync(self.output.parent)
 
     def _restore(self) -> None:
@@ -252,26 +293,31 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(aside, new)
 
 
-def snapshot(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Size and mtime (ns) of every source file, to notice a change while we read."""
+Seen = tuple[int, int, int]
+
+
+def snapshot(paths: Iterable[str]) -> dict[str, Seen]:
+    """Size, mtime (ns) and inode of every source file, to notice a change while we read."""
     found = {}
     for path in sorted(set(paths)):
         try:
             stat = os.stat(path)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
-        found[path] = (stat.st_size, stat.st_mtime_ns)
+        found[path] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
     return found
 
 
-def check_unchanged(before: dict[str, tuple[int, int]]) -> None:
+def check_unchanged(before: Mapping[str, Seen]) -> None:
     """Raise if a source file is not what it was when the plan was made."""
     for path, was in before.items():
         now = snapshot([path])[path]
         if now != was:
+            what = f"size {was[0]} then, {now[0]} now"
+            if now[:2] == was[:2]:
+                what = "another file is in its place"
             raise CheckpointError(
-                f"{path}: changed while it was read (size {was[0]} then, {now[0]} now); "
-                "nothing was published"
+                f"{path}: changed while it was read ({what}); nothing was published"
             )
 
 

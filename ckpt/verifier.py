@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .box import full, row_major
 from .checkpoint import Checkpoint, ReadOptions
-from .dtypes import CASTABLE
+from .dtypes import CASTABLE, ITEMSIZE
 from .errors import CheckpointError
 from .jobs import RunOptions, digests
 from .manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
 from .planner import Copy, Tolerance, plan
-from .progress import Progress
+from .progress import Progress, human
 from .reader import read_checkpoint
+
+MAX_REPEATED_BYTES = 1 << 36  # of a tensor whose strides name the same bytes again and again
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ def compare_checkpoints(
     pick = set(_common(left, right, verdict, tolerance, weights_only))
     if not weights_only:
         _compare_state(left, right, verdict)
+        _compare_random_states(left, right, verdict)
     ours, theirs = _only(left.manifest, pick), _only(right.manifest, pick)
     # Every chunk of the right side is compared with the left, replicas too. Only padding rows
     # that the left side lacks are not: their replicas are compared with each other.
@@ -170,13 +173,54 @@ def _missing_categories(
 
 
 def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
-    a, b = left.manifest.state, right.manifest.state
+    a, b = _comparable(left.manifest.state), _comparable(right.manifest.state)
+    if "megatron" not in a or "megatron" not in b:  # what other formats say as well is compared
+        a.pop("megatron", None)
+        b.pop("megatron", None)
     for key in sorted({*a, *b}):
         if key not in a or key not in b:
             side = left.path if key in a else right.path
             verdict.differences.append(f"state {key}: only in {side}")
         elif a[key] != b[key]:
             verdict.differences.append(f"state {key}: {_short(a[key])} and {_short(b[key])}")
+
+
+def _comparable(state: Mapping[str, object]) -> dict[str, object]:
+    """State without Megatron-LM's args, most of which are the layout's and the run's."""
+    table = dict(state)
+    megatron = table.get("megatron")
+    if isinstance(megatron, dict):
+        left_out = ("args", "checkpoint_version")
+        table["megatron"] = {k: v for k, v in megatron.items() if k not in left_out}
+    return table
+
+
+def _compare_random_states(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
+    """Generators of the ranks, byte for byte; another layout has other ranks."""
+    sides = [{s.name: s.source for s in c.random_states} for c in (left, right)]
+    names = sorted({*sides[0], *sides[1]})
+    layouts = [(c.format, c.mesh, c.dp, c.sharded) for c in (left, right)]
+    if names and layouts[0] != layouts[1]:
+        verdict.notes.append(
+            f"random states: {len(sides[0])} files in {left.path}, {len(sides[1])} in "
+            f"{right.path}; not compared, the layouts differ"
+        )
+        return
+    for name in names:
+        if name not in sides[0] or name not in sides[1]:
+            side = left.path if name in sides[0] else right.path
+            verdict.differences.append(f"state {name}: only in {side}")
+        elif not _same_bytes(sides[0][name], sides[1][name]):
+            verdict.differences.append(f"state {name}: {sides[0][name]} and {sides[1][name]}")
+
+
+def _same_bytes(a: str, b: str) -> bool:
+    import filecmp
+
+    try:
+        return filecmp.cmp(a, b, shallow=False)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or a}: {error.strerror}") from error
 
 
 def _short(value: object) -> str:
@@ -205,6 +249,7 @@ def _compare(
     from .compare import compare
     from .executor import Budget, Mover, run_units, units
 
+    _check_repeats(copies)
     lock = threading.Lock()
     found: dict[int, str] = {}
 
@@ -219,6 +264,19 @@ def _compare(
     with Progress(total, "verify", quiet=options.quiet) as progress:
         run_units(units(copies), Budget(options.threads, options.memory_budget), each)
     verdict.differences += [found[index] for index in sorted(found)]
+
+
+def _check_repeats(copies: Iterable[Copy]) -> None:
+    """A few bytes that strides of 0 repeat without end would be compared without end."""
+    for copy in copies:
+        for view in (copy.src, copy.dst):
+            start, stop = view.extent()
+            if copy.box.numel * ITEMSIZE[view.dtype] > max(MAX_REPEATED_BYTES, stop - start):
+                raise CheckpointError(
+                    f"{view.file}: {copy.fqn}: {stop - start} bytes stand for a tensor of "
+                    f"{human(copy.box.numel * ITEMSIZE[view.dtype])} (shape {list(view.shape)}, "
+                    f"strides {list(view.strides)}); save it again with .contiguous()"
+                )
 
 
 def _verify_one(ckpt: Checkpoint, options: RunOptions) -> Verdict:

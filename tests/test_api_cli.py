@@ -471,6 +471,60 @@ def test_padding_rows_of_one_side_are_noted_and_no_difference(hf, trained):
     assert any("padding rows of one side only" in line for line in verdict.notes)
 
 
+def with_random_states(folder, tp=2, count=2):
+    case = raw("llama", start=1, layers=4)
+    ranks = stored(case.config, case.state, tp, 1, multiple=4)
+    return write_native(folder, case.config, ranks, multiple=4, random_states=count)
+
+
+def test_random_states_are_compared_byte_for_byte_where_the_layouts_are_one(tmp_path):
+    a, b = with_random_states(tmp_path / "a"), with_random_states(tmp_path / "b")
+    assert verify(a, b).same
+    path = tmp_path / "b/random_states_1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    (line,) = verify(a, b).differences
+    assert "random_states_1.safetensors" in line
+    assert verify(a, b, weights_only=True).same
+    path.unlink()
+    assert verify(a, b).differences == [f"state {path.name}: only in {a}"]
+
+
+def test_random_states_of_two_layouts_are_said_and_no_difference(tmp_path):
+    a, b = with_random_states(tmp_path / "a"), with_random_states(tmp_path / "b", 1, 1)
+    for pair in ((a, b), (b, a)):
+        verdict = verify(*pair)
+        assert verdict.same
+        (line,) = [line for line in verdict.notes if line.startswith("random states")]
+        assert f" in {a}" in line
+        assert f" in {b}" in line
+        assert "layouts differ" in line
+        assert not any("random states" in n for n in verify(*pair, weights_only=True).notes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_beyond_vocab_size_are_cut_from_a_hugging_face_folder(tied, tmp_path):
+    case = raw("llama", start=1, layers=4, tie_word_embeddings=tied)
+    write_hf(tmp_path / "hf", case)
+    read = ReadOptions(vocab_size=17)
+    report = merge(tmp_path / "hf", tmp_path / "cut", read=read, run=QUIET)
+    assert any("padding rows" in line for line in report.lines())
+    assert any("model.embed_tokens.weight: rows 17 to 20 are padding" in n for n in report.notes)
+    want = {n: x[:17] if x.shape[0] == 21 else x for n, x in case.state.items()}
+    assert_same(load_hf(tmp_path / "cut"), want)
+    assert json.loads((tmp_path / "cut/config.json").read_text())["vocab_size"] == 17
+    reshard(tmp_path / "hf", tmp_path / "s", tp=2, make_vocab_size_divisible_by=4, read=read,
+            run=QUIET)  # fmt: skip
+    assert json.loads((tmp_path / "s/config.json").read_text())["vocab_size"] == 17
+    assert json.loads((tmp_path / "s/checkpoint.json").read_text())["vocab_size"] == 17
+    merge(tmp_path / "s", tmp_path / "again", run=QUIET)
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "cut")
+
+
+def test_a_vocab_size_beyond_the_rows_is_refused(hf, tmp_path):
+    with pytest.raises(CheckpointError, match=r"embed_tokens.*21.*22"):
+        merge(hf, tmp_path / "x", read=ReadOptions(vocab_size=22), run=QUIET)
+
+
 def test_one_checkpoint_is_checked_against_its_own_digests(hf, tmp_path):
     run = replace(QUIET, checksum=True)
     reshard(hf, tmp_path / "shards", tp=2, pp=2, run=run)

@@ -334,7 +334,9 @@ def test_resume_with_other_options_is_refused_and_the_stage_is_kept(other, forge
     assert content(job.output) is None
 
 
-@pytest.mark.parametrize("change", ["time", "bytes", "config", "side file", "new side file"])
+@pytest.mark.parametrize(
+    "change", ["time", "bytes", "inode", "config", "side file", "new side file"]
+)
 def test_resume_after_the_source_changed_is_refused(change, forge, home):
     job = Job(forge, home, TO_SHARDS, sync=True)
     stop_half_way(job)
@@ -344,6 +346,9 @@ def test_resume_after_the_source_changed_is_refused(change, forge, home):
         with open("hf/model.safetensors", "r+b") as file:
             file.seek(-1, 2)
             file.write(b"\x01")
+    elif change == "inode":  # another file with the same size and times
+        shutil.copy2("hf/model.safetensors", "copy")
+        os.replace("copy", "hf/model.safetensors")
     elif change == "config":
         edit_json(home / "hf/config.json", rope_theta=5)
     elif change == "side file":
@@ -441,6 +446,18 @@ def test_a_damaged_stage_is_not_continued(damage, forge, home):
         assert content(job.output) == job.wanted
 
 
+@pytest.mark.parametrize("more", [{}, {"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize("output", ["out", "out.safetensors"])
+def test_a_folder_of_the_users_in_the_place_of_the_stage_is_not_emptied(output, more, home):
+    mine = home / f".{output}.partial"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    with untouched(home), pytest.raises(CheckpointError, match=r"in the way.*thesis\.tex"):
+        merge("hf", output, run=RunOptions(**more))
+    (mine / "thesis.tex").unlink()
+    merge("hf", output)  # an empty one is anybody's
+
+
 def test_a_link_in_the_place_of_the_stage_is_refused(home):
     (home / "precious").mkdir()
     (home / "precious/file").write_text("keep")
@@ -504,6 +521,26 @@ def test_interrupted_at_the_very_end_the_output_is_whole_or_absent(forge, home):
         assert content(job.output) in (None, job.wanted)
         assert names(home) in (job.around, sorted([*job.around, "out"]))
         job.clear()
+
+
+@pytest.mark.parametrize(
+    ("output", "more"), [("out", ()), ("out.bin", ()), ("out", ("--overwrite",))]
+)
+def test_interrupted_after_the_rename_the_output_is_not_called_unpublished(
+    output, more, forge, home
+):
+    job = Job(forge, home, (*TO_FOLDER, *more), output)
+    said = set()
+    for at in range(job.moments - 8, job.moments):
+        if more:
+            job.output.mkdir()
+        ended = job.run(at=at, action="SIGINT")
+        whole = content(job.output) == job.wanted
+        assert ("published and is whole" in ended["text"]) == whole, ended["text"]
+        assert ("nothing was published" in ended["text"]) != whole
+        said.add(whole)
+        job.clear()
+    assert said == {True, False}
 
 
 # --- two runs ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import pickle
 import resource
@@ -18,6 +19,7 @@ import sys
 import time
 import types
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import independent
@@ -41,6 +43,7 @@ from safetensors.torch import load_file, save_file
 from shardwright.ckpt import (
     ReadOptions,
     RunOptions,
+    convert,
     merge,
     open_checkpoint,
     reshard,
@@ -646,6 +649,13 @@ TABLES = {
     "vocabulary of text": ({"vocab_size": "21"}, "vocab_size is '21'"),
     "vocabulary of fractions": ({"vocab_size": 21.0}, "vocab_size is 21.0"),
     "huge vocabulary": ({"vocab_size": 10**12}, "fewer than the 1000000000000 rows"),
+    "dtype of a list": ({"dtype": ["bfloat16"]}, "dtype ['bfloat16'] is no text"),
+    "dtype of null": ({"dtype": None}, "dtype None is no text"),
+    "unknown dtype": ({"dtype": "fp12"}, "dtype 'fp12'"),
+    "family of null": ({"family": None}, "family None"),
+    "version of a fraction": ({"format_version": 1.0}, "format_version 1.0"),
+    "padded vocabulary of text": ({"padded_vocab_size": "24"}, "padded_vocab_size is '24'"),
+    "padded vocabulary of zero": ({"padded_vocab_size": 0}, "padded_vocab_size is 0"),
     "step of text": ({"step": "1000"}, "step"),
     "step of fractions": ({"step": 1000.5}, "step"),
     "negative step": ({"step": -1}, "step"),
@@ -676,12 +686,73 @@ def test_a_checkpoint_json_that_lies_is_refused(name, home):
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-@pytest.mark.parametrize("path", ["native/checkpoint.json", "native/config.json", "hf/config.json"])
-def test_numbers_that_json_does_not_have_are_refused(path, number, home):
+def test_numbers_that_json_does_not_have_are_refused(number, home):
     """kind H: what is copied on must be readable there."""
-    text = (home / path).read_text()
-    (home / path).write_text(text[:-1] + f', "extra": [{number}]}}')
-    rejected((home / path).parent, home / path, number)
+    path = home / "native/checkpoint.json"
+    path.write_text(path.read_text()[:-1] + f', "extra": [{number}]}}')
+    rejected("native", path, number)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("source", ["native", "hf"])
+def test_such_numbers_of_a_config_travel_where_no_size_is_meant(source, number, home):
+    """Python writes them into config.json, and transformers reads them."""
+    path = home / source / "config.json"
+    text = path.read_text()[:-1] + f', "extra": [{number}]}}'
+    path.write_text(text)
+    merge(source, "to/same")
+    assert Path("to/same/config.json").read_text() == text
+    reshard(source, "to/cast", tp=2, pp=1, dtype="fp16", weights_only=True)
+    want = {**json.loads(text), "torch_dtype": "float16"}
+    assert repr(json.loads(Path("to/cast/config.json").read_text())) == repr(want)
+    config = json.loads(text)
+    path.write_text(json.dumps({**config, "num_hidden_layers": float(number)}))
+    rejected(source, path, "num_hidden_layers")
+
+
+@pytest.mark.parametrize("number", [65537, 10**9, 10**30])
+def test_a_number_of_ranks_beyond_reason_is_refused_at_once(number, home):
+    with untouched(Path("to")):
+        refused(lambda: reshard("native", "to/x", dp=number), f"--dp {number}: the limit is 65536")
+        refused(lambda: reshard("native", "to/x", tp=number), f"--tp {number}")
+        refused(lambda: reshard("native", "to/x", pp=number), f"--pp {number}")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_state_that_json_cannot_hold_is_refused_before_anything_is_written(
+    number, home, monkeypatch
+):
+    read = convert.read_checkpoint
+
+    def spoiled(*args):
+        found = read(*args)
+        state = {**found.manifest.state, "schedule": {"lr": number}}
+        return replace(found, manifest=replace(found.manifest, state=state))
+
+    monkeypatch.setattr(convert, "read_checkpoint", spoiled)
+    with untouched(Path("to")):
+        for dry in (True, False):
+            run = RunOptions(dry_run=dry)
+            refused(lambda run=run: reshard("native", "to/x", tp=1, run=run), "state schedule")
+
+
+def test_a_linked_folder_that_is_left_behind_is_said(home):
+    (home / "more").mkdir()
+    (home / "more/notes.txt").write_text("x")
+    for source in ("hf", "native"):
+        (home / source / "extra").symlink_to(home / "more")
+        report = merge(source, f"to/{source}")
+        assert f"{home / source / 'extra'}: a linked folder, not copied" in report.notes
+        assert not Path(f"to/{source}/extra").exists()
+
+
+def test_a_petabyte_of_one_repeated_element_is_not_compared_for_ever(home):
+    torch.save({"x": torch.ones(1).expand(1 << 48)}, "x.bin")
+    torch.save({"x": torch.ones(1).expand(1 << 48)}, "y.bin")
+    refused(lambda: verify("x.bin", "y.bin"), "x.bin: x: 4 bytes stand for", "contiguous()")
+    assert verify("x.bin").same
+    torch.save({"x": torch.ones(1).expand(1 << 10)}, "z.bin")
+    assert verify("z.bin", "z.bin").same
 
 
 @pytest.mark.parametrize("depth", [150, 400, 900, 3000, 100_000])

@@ -148,6 +148,13 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     )
 
 
+def _published() -> str:
+    """What the run made visible before it was interrupted; "" where that is nothing."""
+    publish = sys.modules.get("shardwright.ckpt.publish")
+    outputs = publish.published if publish is not None else []
+    return "".join(f"{path} was published and is whole" for path in outputs[-1:])
+
+
 def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
     """Call a command: our errors become one message and exit code 1.
 
@@ -157,6 +164,9 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    publish = sys.modules.get("shardwright.ckpt.publish")
+    if publish is not None:  # an earlier run of the same process
+        publish.published.clear()
     previous = signal.signal(signal.SIGTERM, stop)
     for stream in (sys.stdout, sys.stderr):  # file names are bytes, not all of them are text
         if hasattr(stream, "reconfigure"):
@@ -164,7 +174,7 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> 
     try:
         return command(dashed(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
-        print("interrupted; nothing was published", file=sys.stderr)
+        print(f"interrupted; {_published() or 'nothing was published'}", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:
         # The reader of our output has gone; closing stdout again would raise once more.

@@ -29,7 +29,7 @@ import xxhash
 from shardwright.ckpt.containers.files import Files, digest
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.progress import Progress
-from shardwright.ckpt.publish import Stage, check_unchanged, snapshot
+from shardwright.ckpt.publish import Seen, Stage, check_unchanged, snapshot
 
 from .errors import TrainError
 
@@ -278,7 +278,7 @@ class _Job:
     """Text to tokenise, and everything that decides the result."""
 
     paths: Sequence[Path]
-    seen: dict[str, tuple[int, int]]  # the files' sizes and times before they were first read
+    seen: dict[str, Seen]  # the files' sizes, times and inodes before they were first read
     data_key: str
     tokenizer: Tokenizer
     vocab_size: int

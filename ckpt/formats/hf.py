@@ -34,8 +34,16 @@ from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError, raise_all
 from ..families import tables
 from ..family import logical_shapes
-from ..manifest import Chunk, Chunks, Manifest, SideFile, TensorMeta, View
-from .side_files import resolve, side_files
+from ..manifest import (
+    PADDING,
+    Chunk,
+    Chunks,
+    Manifest,
+    SideFile,
+    TensorMeta,
+    View,
+)
+from .side_files import resolve, side_files, skipped_links
 
 NAME = "hf"
 # In the order in which transformers looks for them.
@@ -76,8 +84,11 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
             _add(result, chunks, metas, index.path, entry)
         result.files.append(RankFile(index.path, "", index.size_bytes, len(index.entries)))
     if model is not None:
+        if options.vocab_size is not None:
+            _cut_vocabulary(result, chunks, metas, options.vocab_size)
         _check_against(model, metas, path)
     sides = side_files(folder) if path.is_dir() else ()
+    result.notes += skipped_links(folder) if path.is_dir() else []
     result.manifest = Manifest(metas, chunks.by_name, {}, sides)
     if (folder / CHECKSUMS).is_file() and path.is_dir():
         table = load_json(folder / CHECKSUMS)
@@ -118,6 +129,30 @@ def _add(
     chunks.add(Chunk(fqn, full(entry.shape), view))
 
 
+def _cut_vocabulary(
+    result: Checkpoint, chunks: Chunks, metas: dict[str, TensorMeta], vocab: int
+) -> None:
+    """Rows from ``vocab`` on are padding, as they are in shards: kept there, dropped by merge."""
+    model = result.need_model()
+    rules = model.family.select(model.flags)
+    padded = {part.fqn for rule in rules if rule.pad for part in rule.parts}
+    for fqn in [
+        f for f in metas if f in padded and len(metas[f].shape) and metas[f].shape[0] > vocab
+    ]:
+        rows, *rest = metas[fqn].shape
+        parts = {fqn: (0, vocab), PADDING + fqn: (vocab, rows - vocab)}
+        held = chunks.by_name.pop(fqn)
+        for name, (first, count) in parts.items():
+            shape = (count, *rest)
+            metas[name] = TensorMeta(shape, metas[fqn].dtype, elastic=name != fqn)
+            start = (first, *(0 for _ in rest))
+            for chunk in held:
+                chunks.add(Chunk(name, full(shape), chunk.view.narrow(start, shape)))
+        result.notes.append(
+            f"{result.path}: {fqn}: rows {vocab} to {rows - 1} are padding (--vocab-size {vocab})"
+        )
+
+
 def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> None:
     """Names and shapes must be those of the family's table; all faults at once.
 
@@ -130,6 +165,8 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> No
         if fqn not in metas
     ]
     for fqn, meta in metas.items():
+        if meta.elastic:  # rows that --vocab-size cut off
+            continue
         if fqn not in wanted:
             faults.append(f"{fqn}: unknown tensor of shape {list(meta.shape)}")
         elif meta.shape != wanted[fqn]:
@@ -137,7 +174,8 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> No
         elif meta.dtype.startswith("F8_"):
             faults.append(f"{fqn}: {meta.dtype} without a scale; dequantize the weights first")
     raise_all(faults, f"{path}: not the {model.family.name} model of its config")
-    ordered = {fqn: metas[fqn] for fqn in wanted}
+    padding = {fqn: meta for fqn, meta in metas.items() if meta.elastic}
+    ordered = {fqn: metas[fqn] for fqn in wanted} | padding
     metas.clear()
     metas.update(ordered)
 
@@ -146,7 +184,7 @@ def _model(config: Path | None, options: ReadOptions) -> Model | None:
     """The family's view of the config; None where there is no table for the model."""
     if config is None:
         return None
-    kind = load_json(config).get("model_type")
+    kind = load_json(config, finite=False).get("model_type")
     known = not isinstance(kind, str) or kind in tables()
     return load_model(config, options.vocab_size) if known and kind is not None else None
 
@@ -246,4 +284,4 @@ def _index_file(first: str, where: Mapping[str, str], metas: Mapping[str, Tensor
         "weight_map": dict(sorted(where.items())),
     }
     name = _INDEX[_SINGLE[0] if first.endswith(".safetensors") else _SINGLE[1]]
-    return SideFile(name, text=json.dumps(table, indent=2) + "\n")
+    return SideFile(name, text=json.dumps(table, indent=2, allow_nan=False) + "\n")

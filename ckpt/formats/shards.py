@@ -28,7 +28,7 @@ from ..checkpoint import (
     read_digests,
 )
 from ..containers.blueprint import Entry, Index
-from ..dtypes import ITEMSIZE
+from ..dtypes import ITEMSIZE, TO_TORCH
 from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, build_mesh, logical_shapes, mesh_flags, place
 from ..layout import check_layout, rounds
@@ -46,7 +46,7 @@ from .shard_names import (
     piece_meta,
     scan,
 )
-from .side_files import side_files
+from .side_files import side_files, skipped_links
 
 STATE_KEYS = ("step", "schedule", "param_groups", "data", "megatron")
 _RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
@@ -75,6 +75,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint in a folder of rank files; raises with every fault found."""
     table = load_json(path / CHECKPOINT) if os.path.lexists(path / CHECKPOINT) else {}
     _check_version(path, table)
+    _check_kinds(path, table)
     names = scan(path)
     config = find_config(path, options)
     if config is None:
@@ -100,6 +101,20 @@ def _check_version(path: Path, table: Mapping[str, object]) -> None:
         raise CheckpointError(
             f"{path / CHECKPOINT}: format_version {version}, this tool reads {VERSION}; "
             "use a newer shardwright"
+        )
+
+
+def _check_kinds(path: Path, table: Mapping[str, object]) -> None:
+    """Values that nothing here is decided by are refused too where they cannot be what they say."""
+    for key, kind in (("format_version", str), ("dtype", str), ("family", str)):
+        if key in table and not isinstance(table[key], kind):
+            raise CheckpointError(f"{path / CHECKPOINT}: {key} {table[key]!r} is no text")
+    padded = table.get("padded_vocab_size", 1)
+    if type(padded) is not int or padded < 1:
+        raise CheckpointError(f"{path / CHECKPOINT}: padded_vocab_size is {padded!r}")
+    if "dtype" in table and table["dtype"] not in TO_TORCH.values():
+        raise CheckpointError(
+            f"{path / CHECKPOINT}: dtype {table['dtype']!r} is not one of torch's"
         )
 
 
@@ -287,6 +302,7 @@ class _Reader:
         order = {fqn: i for i, fqn in enumerate(self.shapes)}
         metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(_bare(kv[0]), len(order))))
         result.manifest = Manifest(metas, self.chunks.by_name, state, side_files(self.path))
+        result.notes += skipped_links(self.path)
         if not self.native:
             self._say_foreign()
         return result

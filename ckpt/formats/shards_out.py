@@ -12,12 +12,12 @@ from pathlib import Path
 from ..checkpoint import Design, Model, OutFile
 from ..containers.blueprint import Spec
 from ..dtypes import ITEMSIZE
-from ..errors import raise_all
+from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, Rule, logical_shapes, mesh_flags, place
 from ..layout import default_layout, rounds
 from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, TensorMeta, View
 from ..mesh import Coord, Mesh, split_by_counts
-from .shard_names import VERSION, container, file_name, mesh_table, piece_meta
+from .shard_names import CHECKPOINT, VERSION, container, file_name, mesh_table, piece_meta
 
 
 def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
@@ -209,7 +209,10 @@ def checkpoint_json(
     dtype: str,
     files: Mapping[str, tuple[int, str]],
 ) -> str:
-    """The text of checkpoint.json; ``files`` maps names to size and digest ("" if not asked)."""
+    """The text of checkpoint.json; ``files`` maps names to size and digest ("" if not asked).
+
+    Raises CheckpointError where ``state`` holds a value that JSON does not have.
+    """
     stages = target.mesh.owned["pp"]
     counts = tuple(len(owned) for owned in stages)
     in_turn = stages == split_by_counts(sum(counts), counts)  # not so where stages interleave
@@ -230,4 +233,18 @@ def checkpoint_json(
         },
         **{key: value for key, value in state.items() if key != "step"},
     }
-    return json.dumps(table, indent=2) + "\n"
+    try:
+        return json.dumps(table, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        faults = [f"state {key}" for key, value in state.items() if not _is_json(value)]
+        raise CheckpointError(
+            f"{CHECKPOINT}: {', '.join(faults)} cannot be written as JSON ({error}); "
+            "pass --weights-only to leave it out"
+        ) from error
+
+
+def _is_json(value: object) -> bool:
+    try:
+        return bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return False

@@ -28,6 +28,16 @@ def side_files(folder: Path) -> tuple[SideFile, ...]:
     return tuple(sorted(found, key=lambda f: f.name))
 
 
+def skipped_links(folder: Path) -> list[str]:
+    """A line for each linked folder, which does not travel: links may run in circles."""
+    return [
+        f"{Path(root, name)}: a linked folder, not copied"
+        for root, folders, _ in os.walk(folder)
+        for name in sorted(folders)
+        if not name.startswith(".") and Path(root, name).is_symlink()
+    ]
+
+
 def _walk(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):  # does not enter linked folders: no loops
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -68,6 +68,10 @@ def add_reading(made: argparse.ArgumentParser) -> None:
         help="layout tag of a foreign folder, e.g. qkv=per_rank (may be repeated)",
     )
     made.add_argument("--vocab-size", type=int, metavar="N", help="true vocabulary rows")
+    made.add_argument(
+        "--iteration", type=int, metavar="N",
+        help="of a Megatron-LM folder that holds several (default: the newest)",
+    )  # fmt: skip
 
 
 def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
@@ -126,7 +130,9 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
     from shardwright.ckpt.layout import parse_layout
 
     config = Path(os.path.expanduser(args.config)) if args.config else None
-    return ReadOptions(config, parse_layout(args.layout), args.vocab_size)
+    return ReadOptions(
+        config, parse_layout(args.layout), args.vocab_size, iteration=args.iteration
+    )
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

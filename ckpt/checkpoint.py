@@ -121,6 +121,7 @@ class Design:
     files: list[OutFile]
     manifest: Manifest
     tied: int = 0  # copies of tied tensors that are written in addition
+    notes: list[str] = field(default_factory=list)  # what the format cannot hold
 
 
 def load_json(path: Path, *, finite: bool = True) -> dict[str, object]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,14 @@ from .checkpoint import CHECKSUMS, Checkpoint, Design, Model, ReadOptions, find_
 from .dtypes import CASTABLE, TO_TORCH, parse_dtype
 from .errors import CheckpointError
 from .family import build_mesh
-from .formats import hf, shard_names, shards_out
+from .formats import hf, shard_names, writers
 from .formats.side_files import side_files
 from .jobs import Job, Report, RunOptions, run_job
 from .manifest import STATES, SideFile, TensorMeta, category_of, is_padding
-from .mesh import AXES, named_axes, split_by_counts
+from .mesh import AXES, interleaved, named_axes, split_by_counts
 from .planner import Tolerance, by_category
 from .reader import read_checkpoint
+from .target import Order, Target, main_dtype
 
 if TYPE_CHECKING:
     from .verifier import Verdict
@@ -30,7 +32,7 @@ MAX_AXIS = 1 << 16  # ranks: each is a file, and planning them takes time and me
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
-    """The layout that shards are to have; None keeps the source's own."""
+    """The layout and format that an output is to have; None keeps the source's own."""
 
     axes: Mapping[str, int | None]  # ranks of tp, pp and further axes
     dp: int | None = None  # shard the optimizer over this many ranks
@@ -39,6 +41,22 @@ class ReshardOptions:
     safe: bool | None = None  # safetensors (True) or torch zips (False)
     weights_only: bool = False
     vocab_multiple: int | None = None  # make_vocab_size_divisible_by
+    to: str | None = None  # format
+    vpp: int | None = None  # virtual stages of each pipeline rank
+    distributed: bool | None = None  # Megatron's distributed optimizer
+
+    def asked(self) -> list[str]:
+        """The options that not every format has, as far as they were given."""
+        given = {
+            **{f"--{axis}": size for axis, size in self.axes.items()},
+            "--dp": self.dp,
+            "--pp-layers": self.pp_layers,
+            "--vpp": self.vpp,
+            "--safe-serialization": self.safe,
+            "--make-vocab-size-divisible-by": self.vocab_multiple,
+            "--use-distributed-optimizer": self.distributed,
+        }
+        return [name for name, value in given.items() if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +81,26 @@ def reshard(
     safe_serialization: bool | None = None,
     weights_only: bool = False,
     make_vocab_size_divisible_by: int | None = None,
+    to: str | None = None,
+    vpp: int | None = None,
+    use_distributed_optimizer: bool | None = None,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     **axes: int | None,
 ) -> Report:
-    """Write ``source`` as ``tp_X_pp_Y`` shards of another layout; returns the report.
+    """Write ``source`` in another parallel layout, format or both; returns the report.
 
-    What is None stays as in the source (a Hugging Face source is tp 1, pp 1). ``dp`` shards
-    the optimizer state over that many ranks, ``pp_layers`` names the layers of each stage,
-    ``dtype`` casts the weights, ``axes`` are ranks of mesh axes beyond these. Default output:
-    ``DIR-tp4-pp2`` beside the source. Raises CheckpointError.
+    ``to`` is shards, megatron, torch_dist or hf (which is ``merge``). What is None stays as in
+    the source (a Hugging Face source is tp 1, pp 1 and becomes shards). ``dp`` shards the
+    optimizer state over that many ranks, ``pp_layers`` names the layers of each stage, ``vpp``
+    gives each stage that many virtual ones, ``dtype`` casts the weights, ``axes`` are ranks of
+    mesh axes beyond these. ``use_distributed_optimizer`` picks the form of Megatron-LM's
+    optimizer state. Default output: ``DIR-tp4-pp2`` beside the source. Raises CheckpointError.
     """
     unknown = set(axes) - set(AXES)
     if unknown:
         raise TypeError(f"reshard() got unexpected arguments: {', '.join(sorted(unknown))}")
-    to = ReshardOptions(
+    options = ReshardOptions(
         {"tp": tp, "pp": pp, **axes},
         dp,
         tuple(pp_layers) if pp_layers is not None else None,
@@ -85,50 +108,70 @@ def reshard(
         safe_serialization,
         weights_only,
         make_vocab_size_divisible_by,
+        to,
+        vpp,
+        use_distributed_optimizer,
     )
-    read = read or ReadOptions()
-    read = replace(read, weights_only=read.weights_only or to.weights_only)
+    _check_applies(options)
+    read, run = read or ReadOptions(), run or RunOptions()
+    if to == hf.NAME:
+        safe = safe_serialization is not False
+        return merge(source, output, dtype=dtype, safe_serialization=safe, read=read, run=run)
+    read = replace(read, weights_only=read.weights_only or weights_only)
     ckpt = _accompanied(read_checkpoint(source, read), read.config)
     model = ckpt.need_model()
-    if ckpt.unread_optimizer and not to.weights_only:
+    if ckpt.unread_optimizer and not weights_only:
         raise CheckpointError(ckpt.unread_optimizer)
-    target = _target(ckpt, to)
-    sizes = dict(target.mesh.axes)
-    stem = ckpt.path.name if ckpt.path.is_dir() else ckpt.path.stem
-    name = stem + "".join(f"-{axis}{size}" for axis, size in target.mesh.axes)
-    where = _absolute(output) if output else ckpt.path.parent / name
-    metas = _cast(ckpt.manifest.tensors, to.dtype)
-    same = _same_layout(ckpt, target)
-    state = {} if to.weights_only else ckpt.manifest.state
-    notes = _state_notes(ckpt, to.weights_only, same)
-
-    def design(root: Path) -> Design:
-        return shards_out.design(target, metas, root)
-
-    def sides(made: Design, files: Mapping[str, tuple[int, str]]) -> list[SideFile]:
-        padded = shards_out.padded_vocab(model.sizes["vocab"], target.vocab_multiple, sizes["tp"])
-        dtype = TO_TORCH[_main_dtype(metas)]
-        text = shards_out.checkpoint_json(target, state, padded, dtype, files)
-        carried = _with_dtype(ckpt.manifest.side_files, to.dtype)
-        random = list(ckpt.random_states) if same and not to.weights_only else []
-        return [
-            *random,
-            *(_with_vocab(carried, model) if read.vocab_size is not None else carried),
-            SideFile(shard_names.CHECKPOINT, text=text),
-        ]
-
+    name = to or (ckpt.format if ckpt.format in writers() else shard_names.NAME)
+    _check_applies(replace(options, to=name))
+    target = _target(ckpt, options)
+    metas = _cast(ckpt.manifest.tensors, dtype)
+    sides = _with_dtype(ckpt.manifest.side_files, dtype)
+    if read.vocab_size is not None:
+        sides = _with_vocab(sides, model)
+    order = Order(ckpt, target, metas, ckpt.manifest.state, weights_only, tuple(sides))
+    writer = writers()[name]
     job = Job(
         ckpt,
-        design,
-        where,
+        partial(writer.design, order),
+        _absolute(output) if output else _beside(ckpt, target, name),
         single=False,
         drop=lambda fqn: None,
-        sides=sides,
-        identity={"to": repr(to), "read": repr(read)},
+        sides=partial(writer.sides, order),
+        identity={"to": repr(options), "read": repr(read)},
     )
-    report = run_job(job, run or RunOptions())
-    report.notes += notes
+    report = run_job(job, run)
+    if weights_only:
+        report.notes.append("optimizer and training state left out (--weights-only)")
     return report
+
+
+def _check_applies(options: ReshardOptions) -> None:
+    """An unknown format, and options that the known one does not have, are refused by name."""
+    if options.to is None:
+        return
+    known = sorted({hf.NAME, *writers()})
+    if options.to not in known:
+        raise CheckpointError(f"--to {options.to}: not a format; known are {', '.join(known)}")
+    every = {f"--{axis}" for axis in AXES} | {"--dp", "--make-vocab-size-divisible-by"}
+    takes = (
+        frozenset({"--safe-serialization"})
+        if options.to == hf.NAME
+        else every | writers()[options.to].TAKES
+    )
+    wrong = [name for name in options.asked() if name not in takes]
+    if wrong:
+        raise CheckpointError(
+            f"{', '.join(wrong)}: nothing that a checkpoint of the format {options.to} has; "
+            "leave it out, or name another format with --to"
+        )
+
+
+def _beside(ckpt: Checkpoint, target: Target, to: str) -> Path:
+    """The default output: named after the source and the layout, and the format if it is new."""
+    stem = ckpt.path.name if ckpt.path.is_dir() else ckpt.path.stem
+    kind = "" if to in (ckpt.format, shard_names.NAME) else f"-{to}"
+    return ckpt.path.parent / (stem + kind + "".join(f"-{a}{n}" for a, n in target.mesh.axes))
 
 
 def _absolute(output: str | Path) -> Path:
@@ -136,10 +179,10 @@ def _absolute(output: str | Path) -> Path:
     return Path(os.path.expanduser(output)).absolute()
 
 
-def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards_out.Target:
+def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
     """The new layout, with everything that the user left open taken from the source."""
     model = ckpt.need_model()
-    for name, value in (*to.axes.items(), ("dp", to.dp)):
+    for name, value in (*to.axes.items(), ("dp", to.dp), ("vpp", to.vpp)):
         if value is not None and value < 1:
             raise CheckpointError(f"--{name} {value}: must be at least 1")
         if value is not None and value > MAX_AXIS:
@@ -157,39 +200,24 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> shards_out.Target:
             )
         sizes["pp"] = len(to.pp_layers)
         stages = split_by_counts(model.sizes["layer"], to.pp_layers)
-    elif "pp" not in asked:
+    if to.vpp is not None:
+        if stages is not None:
+            raise CheckpointError("--vpp cuts layers evenly; --pp-layers cannot go with it")
+        stages = interleaved(model.sizes["layer"], sizes["pp"], to.vpp)
+    elif stages is None and "pp" not in asked:
         stages = ckpt.mesh.owned.get("pp")
     mesh = build_mesh(model.family.select(model.flags), model.sizes, named_axes(sizes), stages)
     dp = to.dp if to.dp is not None else ckpt.dp
     sharded = dp > 1 if to.dp is not None else ckpt.sharded
+    sharded = to.distributed if to.distributed is not None else sharded
     safe = to.safe if to.safe is not None else not _is_bin(ckpt)
     step = None if to.weights_only and not ckpt.step else ckpt.step
-    return shards_out.Target(model, mesh, dp, sharded, multiple, safe, step)
+    return Target(model, mesh, dp, sharded, multiple, safe, step)
 
 
 def _is_bin(ckpt: Checkpoint) -> bool:
     """Whether shards should stay torch zips: the spelling of the source is kept."""
     return ckpt.format == shard_names.NAME and any(f.path.endswith(".bin") for f in ckpt.files)
-
-
-def _same_layout(ckpt: Checkpoint, target: shards_out.Target) -> bool:
-    return (
-        ckpt.format == shard_names.NAME
-        and ckpt.mesh == target.mesh
-        and (ckpt.dp, ckpt.sharded) == (target.dp, target.sharded)
-    )
-
-
-def _state_notes(ckpt: Checkpoint, weights_only: bool, same: bool) -> list[str]:
-    notes = []
-    if weights_only:
-        notes.append("optimizer and training state left out (--weights-only)")
-    elif ckpt.random_states and not same:
-        notes.append(
-            f"dropped {len(ckpt.random_states)} random_states files: they belong to the ranks of "
-            "the old layout"
-        )
-    return notes
 
 
 def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, TensorMeta]:
@@ -203,15 +231,6 @@ def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, Tenso
         else m
         for fqn, m in metas.items()
     }
-
-
-def _main_dtype(metas: Mapping[str, TensorMeta]) -> str:
-    """The dtype that most bytes of the weights have."""
-    totals: dict[str, int] = {}
-    for fqn, meta in metas.items():
-        if category_of(fqn) == "":
-            totals[meta.dtype] = totals.get(meta.dtype, 0) + meta.nbytes
-    return max(totals, key=lambda d: totals[d], default="F32")
 
 
 def _with_dtype(sides: tuple[SideFile, ...], dtype: str | None) -> list[SideFile]:
@@ -384,7 +403,7 @@ def _merge_sides(
     metas: Mapping[str, TensorMeta],
 ) -> list[SideFile]:
     """Config, tokenizer and the rest."""
-    dtype = _main_dtype(metas) if to.dtype or to.from_master else None
+    dtype = main_dtype(metas) if to.dtype or to.from_master else None
     found = _with_vocab(_with_dtype(ckpt.manifest.side_files, dtype), ckpt.model)
     found += made.manifest.side_files
     if options.checksum:

@@ -117,9 +117,9 @@ def run_job(job: Job, options: RunOptions) -> Report:
     root = job.output.parent / f".{job.output.name}.partial"
     design = job.design(root)
     made = plan(job.source.manifest, design.manifest, job.drop)
-    report = _report(job, options, design, made)
+    report = _report(job, options, design, made, root)
     # A value that a text file cannot hold is found now, not when all else is written.
-    job.sides(design, {Path(f.path).name: (f.blueprint.size_bytes, "") for f in design.files})
+    job.sides(design, {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files})
     if options.dry_run:
         return report
     before = snapshot(_source_files(job.source))
@@ -137,7 +137,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
             report.notes.append(f"continued: {len(stage.done)} tensors were already there")
         sums = _move(made, design, options, stage, report)
         check_unchanged(before)
-        names = {Path(path).name: row for path, row in sums.items()}
+        names = {_name(root, path): row for path, row in sums.items()}
         for side in job.sides(design, names):
             _write_side(stage.path, side)
         report.digests = {n: d for n, (_, d) in names.items() if d} if job.single else {}
@@ -165,7 +165,12 @@ def check_place(source: Checkpoint, output: Path) -> None:
             )
 
 
-def _report(job: Job, options: RunOptions, design: Design, made: Plan) -> Report:
+def _name(root: Path, path: str) -> str:
+    """A file of the output as text files and reports name it, sub-folders included."""
+    return Path(path).relative_to(root).as_posix()
+
+
+def _report(job: Job, options: RunOptions, design: Design, made: Plan, root: Path) -> Report:
     coverage = made.coverage
     for reason, nbytes in job.source.left_out:
         coverage.drop(reason, nbytes)
@@ -174,9 +179,9 @@ def _report(job: Job, options: RunOptions, design: Design, made: Plan) -> Report
         made.replicas.clear()
     chunks = chunk_count(job.source.manifest, design.manifest)
     peak = BASE_BYTES + options.memory_budget + chunks * CHUNK_BYTES
-    files = [(Path(f.path).name, f.blueprint.size_bytes) for f in design.files]
+    files = [(_name(root, f.path), f.blueprint.size_bytes) for f in design.files]
     report = Report(job.output, made, files, peak_bytes=peak, dry_run=options.dry_run)
-    report.notes += job.source.notes
+    report.notes += job.source.notes + design.notes
     return report
 
 
@@ -230,6 +235,11 @@ def _check_kept(design: Design) -> None:
 def _create(design: Design) -> None:
     from .containers.files import create
 
+    for folder in sorted({Path(file.path).parent for file in design.files}):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}") from error
     for file in design.files:
         create(file.path, file.blueprint)
 

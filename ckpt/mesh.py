@@ -86,6 +86,32 @@ def split_by_counts(count: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...
     return tuple(tuple(range(s, s + n)) for s, n in zip(starts, counts, strict=False))
 
 
+def interleaved(count: int, ranks: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+    """``count`` layers over ``ranks`` stages of ``vpp`` virtual ones, as Megatron-LM deals them.
+
+    Virtual stage c of rank p holds the layers (c * ranks + p) * n to + n, n = count / ranks / vpp.
+    """
+    if vpp > 1 and ranks == 1:
+        raise CheckpointError(f"--vpp {vpp}: virtual stages need pipeline stages; pp is 1")
+    if count % (ranks * vpp):
+        raise CheckpointError(f"{count} layers do not divide over pp={ranks} with --vpp {vpp}")
+    n = count // (ranks * vpp)
+    return tuple(
+        tuple((c * ranks + p) * n + i for c in range(vpp) for i in range(n)) for p in range(ranks)
+    )
+
+
+def runs(layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """A stage's layers as runs of consecutive numbers: its virtual stages."""
+    found: list[list[int]] = []
+    for layer in layers:
+        if found and layer == found[-1][-1] + 1:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return [tuple(run) for run in found]
+
+
 def _uneven(count: int, ranks: int) -> str:
     base, more = divmod(count, ranks)
     return ",".join(str(base + (rank < more)) for rank in range(ranks))

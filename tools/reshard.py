@@ -1,4 +1,4 @@
-"""``reshard``: any readable checkpoint as ``tp_X_pp_Y`` shards of another layout."""
+"""``reshard``: any readable checkpoint in another parallel layout, format, or both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="shard the optimizer state over N data-parallel ranks (default: as the source)",
     )
+    made.add_argument(
+        "--vpp",
+        "--virtual-pipeline-model-parallel-size",
+        type=int,
+        metavar="N",
+        help="virtual stages of each pipeline stage, their layers dealt in turn (default: 1)",
+    )
     made.add_argument("--pp-layers", metavar="10,10,8", help="layers of each pipeline stage")
+    made.add_argument(
+        "--to",
+        metavar="FORMAT",
+        help="shards, megatron, torch_dist or hf (default: as the source; hf becomes shards)",
+    )
+    made.add_argument(
+        "--use-distributed-optimizer",
+        action=argparse.BooleanOptionalAction,
+        help="which form Megatron-LM's optimizer state gets (default: distributed if dp > 1)",
+    )
     made.add_argument(
         "--output", "--save-dir", "--save", metavar="PATH", help="default: DIR-tp4-pp2 beside DIR"
     )
@@ -77,8 +94,9 @@ def command(argv: Sequence[str]) -> int:
     layers = _layers(args.pp_layers, made)
     source = options.checkpoint_of(args, made)
     axes = {axis: getattr(args, axis) for axis in AXES}
-    if layers is None and args.dp is None and all(size is None for size in axes.values()):
-        made.error("name the new layout: --tp, --pp, --pp-layers or --dp")
+    layout = (layers, args.dp, args.to, args.vpp, args.use_distributed_optimizer, *axes.values())
+    if all(value is None for value in layout):
+        made.error("name the new layout: --tp, --pp, --pp-layers, --vpp or --dp; or a format: --to")
     from shardwright.ckpt import reshard
 
     report = reshard(
@@ -91,6 +109,9 @@ def command(argv: Sequence[str]) -> int:
         safe_serialization=args.safe_serialization,
         weights_only=args.weights_only,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+        to=args.to,
+        vpp=args.vpp,
+        use_distributed_optimizer=args.use_distributed_optimizer,
         read=options.read_options(args),
         run=options.run_options(args),
     )

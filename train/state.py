@@ -32,6 +32,7 @@ from shardwright.ckpt.manifest import Manifest, SideFile, category_of
 from shardwright.ckpt.mesh import Coord, Mesh
 from shardwright.ckpt.publish import _exchange as exchange
 from shardwright.ckpt.reader import LATEST, read_checkpoint
+from shardwright.ckpt.target import Target
 
 from . import graphs, rng
 from .errors import TrainError
@@ -111,11 +112,9 @@ class RankState:
         assert tuple(tensor.shape) == made.shape, f"{name}: {tuple(tensor.shape)} {made.shape}"
         return Held(made, tensor)
 
-    def target(self, step: int) -> shards_out.Target:
+    def target(self, step: int) -> Target:
         """What a checkpoint of this trainer is."""
-        return shards_out.Target(
-            self.model, self.mesh, self.dp, self.sharded, self.vocab_multiple, True, step
-        )
+        return Target(self.model, self.mesh, self.dp, self.sharded, self.vocab_multiple, True, step)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -423,7 +422,7 @@ class Saver:
         kind: str,
         coord: Coord,
         tensors: Sequence[Held],
-        target: shards_out.Target,
+        target: Target,
     ) -> _Snapshot:
         specs = [Spec(h.live.key, h.live.dtype, h.live.shape) for h in tensors]
         meta = shards_out.rank_metadata(target, coord)

@@ -1,5 +1,7 @@
 """One module per on-disk format; every module of this folder with a ``sniff`` is one.
 
+What writes a format is a module with a ``TO`` (``target.Writer``).
+
 Import errors surface: a broken format must not look like an unknown checkpoint.
 """
 
@@ -9,10 +11,12 @@ import importlib
 import pkgutil
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, ReadOptions
+    from ..target import Writer
 
 
 class Format(Protocol):
@@ -32,6 +36,17 @@ class Format(Protocol):
 @cache
 def formats() -> tuple[Format, ...]:
     """Every format, in the order of module names."""
+    return tuple(cast("Format", module) for module in _modules() if hasattr(module, "sniff"))
+
+
+@cache
+def writers() -> dict[str, Writer]:
+    """What ``--to`` calls it -> the module that writes it."""
+    found = [cast("Writer", module) for module in _modules() if hasattr(module, "TO")]
+    return {writer.TO: writer for writer in found}
+
+
+@cache
+def _modules() -> tuple[ModuleType, ...]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    modules = (importlib.import_module(f".{name}", __name__) for name in names)
-    return tuple(cast("Format", module) for module in modules if hasattr(module, "sniff"))
+    return tuple(importlib.import_module(f".{name}", __name__) for name in names)

@@ -11,32 +11,23 @@ from pathlib import Path
 
 from ..checkpoint import Design, Model, OutFile
 from ..containers.blueprint import Spec
-from ..dtypes import ITEMSIZE
+from ..dtypes import ITEMSIZE, TO_TORCH
 from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, Rule, logical_shapes, mesh_flags, place
 from ..layout import default_layout, rounds
-from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, TensorMeta, View
+from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
 from ..mesh import Coord, Mesh, split_by_counts
-from .shard_names import CHECKPOINT, VERSION, container, file_name, mesh_table, piece_meta
+from ..target import Order, Target, Written, main_dtype
+from .shard_names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table, piece_meta
+
+TO = NAME
+TAKES = frozenset({"--pp-layers", "--vpp", "--safe-serialization"})
 
 
 def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
     """The smallest multiple of ``multiple * tp`` that is at least ``vocab`` (Megatron's rule)."""
     unit = multiple * tp
     return -(-vocab // unit) * unit
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a set of shards is to be."""
-
-    model: Model
-    mesh: Mesh
-    dp: int  # data-parallel ranks
-    sharded: bool  # the optimizer state is cut over them
-    vocab_multiple: int
-    safe: bool  # safetensors rather than torch zips
-    step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +49,12 @@ def placement(model: Model, mesh: Mesh, vocab_multiple: int) -> Placement:
     return Placement(rules, sizes, logical_shapes(rules, sizes), placed)
 
 
-def design(target: Target, metas: Mapping[str, TensorMeta], root: Path) -> Design:
-    """Every rank's files below ``root``; ``metas`` are the source's logical tensors.
+def design(order: Order, root: Path) -> Design:
+    """Every rank's files below ``root``.
 
-    Optimizer states are placed for exactly the tensors that have them. Names that no row
-    places are left to ``plan``, which reports them.
+    Optimizer states are placed for exactly the tensors that have them.
     """
+    target, metas = order.target, order.metas
     here = placement(target.model, target.mesh, target.vocab_multiple)
     writer = _Writer(target, metas, root, here)
     for coord, rows in here.placed.items():
@@ -75,7 +66,37 @@ def design(target: Target, metas: Mapping[str, TensorMeta], root: Path) -> Desig
     raise_all(writer.faults, "these tensors cannot be packed")
     repeats = sum({"tie_word_embeddings", "pp>1"} <= set(rule.when) for rule in here.rules)
     manifest = Manifest(writer.metas, writer.chunks.by_name)
-    return Design(writer.files, manifest, repeats * (1 + len(states)))
+    return Design(writer.files, manifest, repeats * (1 + len(states)), _notes(order))
+
+
+def sides(order: Order, made: Design, files: Written) -> list[SideFile]:
+    """Random states where the layout is the source's, what travels along, checkpoint.json."""
+    target = order.target
+    padded = padded_vocab(
+        target.model.sizes["vocab"], target.vocab_multiple, target.mesh.size("tp")
+    )
+    state = {} if order.weights_only else order.state
+    text = checkpoint_json(target, state, padded, TO_TORCH[main_dtype(order.metas)], files)
+    random = order.source.random_states if _same_layout(order) and not order.weights_only else ()
+    return [*random, *order.sides, SideFile(CHECKPOINT, text=text)]
+
+
+def _notes(order: Order) -> list[str]:
+    random = order.source.random_states
+    if not random or order.weights_only or _same_layout(order):
+        return []
+    return [
+        f"dropped {len(random)} random_states files: they belong to the ranks of the old layout"
+    ]
+
+
+def _same_layout(order: Order) -> bool:
+    source, target = order.source, order.target
+    return (
+        source.format == NAME
+        and source.mesh == target.mesh
+        and (source.dp, source.sharded) == (target.dp, target.sharded)
+    )
 
 
 class _Writer:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import tarfile
 import tracemalloc
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_torchzip import read, same
 
-from shardwright.ckpt import ReadOptions, RunOptions, merge, reshard
+from shardwright.ckpt import ReadOptions, RunOptions, merge, reshard, verify
 from shardwright.ckpt.containers import torchlegacy, torchzip
 from shardwright.ckpt.errors import CheckpointError
 
@@ -291,3 +292,16 @@ def test_a_legacy_bin_converts_wherever_a_zip_one_does(tmp_path):
     assert (tmp_path / "one.safetensors").read_bytes() == (
         tmp_path / "two.safetensors"
     ).read_bytes()
+
+
+def test_rank_files_of_megatron_in_the_old_form_hold_the_same(golden, tmp_path):
+    pytest.importorskip("megatron.core")
+    source = golden / "llama_bf16_tp2pp2_torch"
+    shutil.copytree(source, tmp_path / "old")
+    files = list((tmp_path / "old").rglob("*.pt"))
+    for file in files:
+        torch.save(torch.load(file, weights_only=False), file, **OLD)
+    assert len(files) == 4
+    verdict = verify(source, tmp_path / "old")
+    assert verdict.same
+    assert verdict.tensors > 100

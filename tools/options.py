@@ -130,9 +130,7 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
     from shardwright.ckpt.layout import parse_layout
 
     config = Path(os.path.expanduser(args.config)) if args.config else None
-    return ReadOptions(
-        config, parse_layout(args.layout), args.vocab_size, iteration=args.iteration
-    )
+    return ReadOptions(config, parse_layout(args.layout), args.vocab_size, iteration=args.iteration)
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

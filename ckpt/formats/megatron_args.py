@@ -341,6 +341,30 @@ def _window(window: object, origin: str) -> int:
     return sides[0] + 1
 
 
+def native_schedule(
+    table: Mapping[str, object], args: Mapping[str, object], step: int
+) -> dict[str, object] | None:
+    """The learning rate's schedule in optimizer steps, as the trainer's own checkpoints have it.
+
+    Megatron-LM counts samples; None where its batch does not divide them.
+    """
+    said = table.get("opt_param_scheduler", table.get("lr_scheduler"))
+    batch = args.get("global_batch_size")
+    if not isinstance(said, dict) or type(batch) is not int or batch <= 0:
+        return None
+    warmup, decay = said.get("lr_warmup_steps"), said.get("lr_decay_steps")
+    if type(warmup) is not int or type(decay) is not int or warmup % batch or decay % batch:
+        return None
+    return {
+        "style": said.get("lr_decay_style"),
+        "lr": said.get("max_lr"),
+        "min_lr": said.get("min_lr"),
+        "warmup_steps": warmup // batch,
+        "decay_steps": decay // batch,
+        "num_steps": step,
+    }
+
+
 # --- args for another layout -------------------------------------------------------------------
 
 

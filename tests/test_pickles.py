@@ -21,6 +21,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shardwright.ckpt.containers.pickle_out import dump_tensors
 from shardwright.ckpt.containers.pickles import (
     MAX_DIMS,
     MAX_MARKS,
@@ -30,7 +31,6 @@ from shardwright.ckpt.containers.pickles import (
     TensorRef,
     contiguous,
     decode,
-    dump_tensors,
     storage_ref,
 )
 from shardwright.ckpt.dtypes import TO_TORCH

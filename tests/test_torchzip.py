@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from shardwright.ckpt.box import row_major
 from shardwright.ckpt.containers import torchzip
 from shardwright.ckpt.containers.blueprint import Spec
-from shardwright.ckpt.containers.pickles import Global, Stub, TensorRef, contiguous, dump_tensors
+from shardwright.ckpt.containers.pickle_out import dump_tensors
+from shardwright.ckpt.containers.pickles import Global, Stub, TensorRef, contiguous
 from shardwright.ckpt.dtypes import ITEMSIZE, TO_TORCH
 from shardwright.ckpt.errors import CheckpointError
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ..box import row_major
-from ..dtypes import FROM_TORCH, ITEMSIZE, TO_TORCH
+from ..dtypes import FROM_TORCH, ITEMSIZE
 from ..errors import CheckpointError
 
 MAX_OPCODES = 1 << 24  # 40 opcodes per tensor: 400,000 tensors; at worst 4 GB, all empty sets
@@ -803,64 +803,14 @@ _OPS: list[_Op | None] = [_OPCODES.get(bytes([code])) for code in range(256)]
 
 # --- writing --------------------------------------------------------------------------------
 
-_CLASS_OF = {dtype: name for name, dtype in _LEGACY_STORAGES.items()}
+LEGACY_CLASSES = {dtype: name for name, dtype in _LEGACY_STORAGES.items()}
 
 
 def contiguous(dtype: str, shape: tuple[int, ...], key: str) -> TensorRef:
     """A tensor that is the whole of storage ``key``, as ``torch.save`` would refer to it."""
     numel = math.prod(shape)
-    if dtype in _CLASS_OF:
+    if dtype in LEGACY_CLASSES:
         storage = StorageRef(dtype, key, numel)
     else:
         storage = StorageRef("U8", key, numel * ITEMSIZE[dtype])
     return TensorRef(storage, dtype, 0, shape, row_major(shape))
-
-
-def dump_tensors(tensors: Mapping[str, TensorRef]) -> bytes:
-    """A dict of tensors as ``torch.save`` pickles it (protocol 2); decode() gives it back.
-
-    Types that came after torch's storage classes lie in untyped storages, whose size is in
-    bytes, and are named in the call.
-    """
-    parts = [b"\x80\x02}("]
-    memo: dict[bytes, bytes] = {}
-
-    def once(value: bytes) -> bytes:
-        """``value`` where it is first needed, a reference to it from then on."""
-        if value in memo:
-            return b"h" + memo[value]
-        memo[value] = bytes([len(memo)])
-        return value + b"q" + memo[value]
-
-    for name, tensor in tensors.items():
-        legacy = _CLASS_OF.get(tensor.dtype)
-        assert tensor.storage.dtype == (tensor.dtype if legacy else "U8"), name
-        storage = f"ctorch\n{legacy}\n" if legacy else "ctorch.storage\nUntypedStorage\n"
-        rebuild = f"ctorch._utils\n_rebuild_tensor_v{2 if legacy else 3}\n"
-        parts += [
-            _dump_text(name), once(rebuild.encode()), b"((", once(_dump_text("storage")),
-            once(storage.encode()), _dump_text(tensor.storage.key), once(_dump_text("cpu")),
-            _dump_int(tensor.storage.numel), b"tQ", _dump_int(tensor.offset_elems),
-            _dump_ints(tensor.shape), _dump_ints(tensor.strides),
-            b"\x89", once(b"ccollections\nOrderedDict\n"), b")R",  # requires_grad, no hooks
-            b"" if legacy else once(f"ctorch\n{TO_TORCH[tensor.dtype]}\n".encode()), b"tR",
-        ]  # fmt: skip
-    return b"".join([*parts, b"u."])
-
-
-def _dump_text(text: str) -> bytes:
-    raw = text.encode()
-    return b"X" + struct.pack("<I", len(raw)) + raw
-
-
-def _dump_int(value: int) -> bytes:
-    if value < 256:
-        return b"K" + bytes([value])
-    if value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little")
-    return b"\x8a" + bytes([len(raw)]) + raw
-
-
-def _dump_ints(values: tuple[int, ...]) -> bytes:
-    return b"(" + b"".join(map(_dump_int, values)) + b"t" if values else b")"

@@ -23,13 +23,13 @@ from ..errors import CheckpointError
 from . import torchlegacy
 from .blueprint import Blueprint, Checksum, Index, Spec
 from .files import regular_size
+from .pickle_out import dumps
 from .pickled import entry, extra, tensors
 from .pickles import (
     StorageRef,
     TensorRef,
     contiguous,
     decode,
-    dump_tensors,
     short,
     storage_ref,
 )
@@ -359,31 +359,57 @@ def _record_name(prefix: bytes, ref: StorageRef) -> bytes:
 # --- writing --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A tensor whose bytes are known when the file is laid out: a step counter, a random state."""
+
+    dtype: str  # a key of dtypes.ITEMSIZE
+    shape: tuple[int, ...]  # elements
+    data: bytes
+
+
 def layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Blueprint:
     """A file that ``torch.load`` reads as a dict of ``specs``, in the order given.
 
     One storage per tensor. The record ``shardwright.json`` holds ``metadata`` if there is any.
     """
-    views: dict[str, TensorRef] = {}
-    for key, spec in enumerate(specs):
-        assert spec.name not in views, f"{spec.name} twice in one file"
-        views[spec.name] = contiguous(spec.dtype, spec.shape, str(key))
-    raw = dump_tensors(views)
-    if len(raw) > MAX_RECORD_BYTES or len(views) > MAX_RECORDS - 4:
+    return layout_tree({spec.name: spec for spec in specs}, metadata)
+
+
+def layout_tree(tree: object, metadata: Mapping[str, str] | None = None) -> Blueprint:
+    """A file that ``torch.load`` reads as ``tree``: any values of pickle_out, and tensors.
+
+    A ``Spec`` inside it is a tensor whose bytes come later, at the offset under its name;
+    a ``Known`` is one whose bytes are there. One storage per tensor.
+    """
+    found: list[tuple[Spec | Known, TensorRef]] = []
+
+    def leaf(value: object) -> TensorRef | None:
+        if not isinstance(value, (Spec, Known)):
+            return None
+        found.append((value, contiguous(value.dtype, value.shape, str(len(found)))))
+        return found[-1][1]
+
+    raw = dumps(tree, leaf)
+    if len(raw) > MAX_RECORD_BYTES or len(found) > MAX_RECORDS - 4:
         raise CheckpointError(
-            f"{len(views)} tensors with {len(raw)} bytes of names and shapes are too many for "
+            f"{len(found)} tensors with {len(raw)} bytes of names and shapes are too many for "
             f"one file (limits: {MAX_RECORDS - 4} and {MAX_RECORD_BYTES}); split the output with "
             "--max-shard-size"
         )
     archive = _Writer()
     archive.record("data.pkl", raw)
     archive.record("byteorder", b"little")
-    offsets = {
-        name: archive.reserve(
-            f"data/{tensor.storage.key}", math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
-        )
-        for name, tensor in views.items()
-    }
+    offsets: dict[str, int] = {}
+    for value, tensor in found:
+        size = math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+        record = f"data/{tensor.storage.key}"
+        if isinstance(value, Known):
+            assert len(value.data) == size, f"{len(value.data)} bytes for {tensor.shape}"
+            archive.record(record, value.data)
+            continue
+        assert value.name not in offsets, f"{value.name} twice in one file"
+        offsets[value.name] = archive.reserve(record, size)
     archive.record("version", b"3\n")  # torch's number for this kind of file
     if metadata:
         text = json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)

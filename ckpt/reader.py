@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,13 +73,24 @@ def is_checkpoint(path: Path) -> bool:
     return path.exists() and any(fmt.sniff(path) for fmt in formats())
 
 
+# rank files of DeepSpeed, and of GPT-NeoX, which trains with it
+_DEEPSPEED = re.compile(
+    r"mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt"
+    r"|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt"
+)
+
+
 def _unknown(path: Path) -> str:
     """Name what the path looks like and the way on, where we know its kind."""
     if path.is_file():
         return "not a .safetensors or .bin file"
     names = {child.name for child in path.iterdir()}
-    if "latest_checkpointed_iteration.txt" in names or any(n.startswith("mp_rank_") for n in names):
-        return "a Megatron-LM checkpoint, which this version does not read"
+    if any(_DEEPSPEED.fullmatch(name) for name in names):
+        return (
+            "a DeepSpeed or GPT-NeoX checkpoint, not Megatron-LM's; make a Hugging Face folder of "
+            "it with their own tools (zero_to_fp32.py in the folder, GPT-NeoX's "
+            "tools/ckpts/convert_neox_to_hf.py) and give that"
+        )
     if ".metadata" in names:
         return "a torch distributed checkpoint, which this version does not read"
     listed = ", ".join(sorted(names)[:5]) or "nothing"

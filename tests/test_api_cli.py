@@ -521,7 +521,7 @@ def test_rows_beyond_vocab_size_are_cut_from_a_hugging_face_folder(tied, tmp_pat
 
 
 def test_a_vocab_size_beyond_the_rows_is_refused(hf, tmp_path):
-    with pytest.raises(CheckpointError, match=r"embed_tokens.*21.*22"):
+    with pytest.raises(CheckpointError, match=r"embed_tokens.*21.*--vocab-size 22.*22"):
         merge(hf, tmp_path / "x", read=ReadOptions(vocab_size=22), run=QUIET)
 
 

@@ -159,6 +159,8 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> No
     Puts ``metas`` into the table's order, in which outputs are written.
     """
     wanted = logical_shapes(model.family.select(model.flags), model.sizes)
+    own = model.config.get("vocab_size") == model.sizes["vocab"]
+    said = "the config says" if own else f"the config and --vocab-size {model.sizes['vocab']} say"
     faults = [
         f"{fqn}: missing (shape {list(shape)} is needed)"
         for fqn, shape in wanted.items()
@@ -170,7 +172,7 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> No
         if fqn not in wanted:
             faults.append(f"{fqn}: unknown tensor of shape {list(meta.shape)}")
         elif meta.shape != wanted[fqn]:
-            faults.append(f"{fqn}: shape {list(meta.shape)}, the config says {list(wanted[fqn])}")
+            faults.append(f"{fqn}: shape {list(meta.shape)}, {said} {list(wanted[fqn])}")
         elif meta.dtype.startswith("F8_"):
             faults.append(f"{fqn}: {meta.dtype} without a scale; dequantize the weights first")
     raise_all(faults, f"{path}: not the {model.family.name} model of its config")

@@ -32,11 +32,19 @@ class Stage:
 
     ``output`` is the final path: a folder, or a single file where ``single`` is given.
     ``fingerprint`` stands for plan, options and sources: a journal with another one is not
-    continued. With ``resume`` an interrupted stage is kept for the next run.
+    continued. With ``resume`` an interrupted stage is kept for the next run. ``private``:
+    the folder around the output is the tool's own, so nothing in it is a user's.
     """
 
     def __init__(
-        self, output: Path, fingerprint: str, *, single: bool, overwrite: bool, resume: bool
+        self,
+        output: Path,
+        fingerprint: str,
+        *,
+        single: bool,
+        overwrite: bool,
+        resume: bool,
+        private: bool = False,
     ) -> None:
         self.output = output
         self.path = output.parent / f".{output.name}.partial"
@@ -44,6 +52,7 @@ class Stage:
         self.single = single
         self.overwrite = overwrite
         self.resume = resume
+        self.private = private
         self.done: set[int] = set()  # units that are durable
         self.continued = False
         self._lock = -1
@@ -181,7 +190,7 @@ class Stage:
 
         names = os.listdir(self.path)
         whole = names == [self.output.name] if self.single else is_checkpoint(self.path)
-        if names and JOURNAL not in names and not whole:
+        if names and JOURNAL not in names and not (whole or self.private):
             raise CheckpointError(
                 f"{self.path}: is in the way: it holds {sorted(names)[0]!r} and was not left by a "
                 "run of this tool; move it, or name another --output"

@@ -348,7 +348,7 @@ def _build_once(folder: Path, job: _Job) -> None:
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             if _summary(folder) is None:
-                options = {"single": False, "overwrite": True, "resume": False}
+                options = {"single": False, "overwrite": True, "resume": False, "private": True}
                 with Stage(folder, "", **options) as stage:
                     _tokenise(stage.path, job)
                     stage.publish()

@@ -7,8 +7,10 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
 from .errors import LOST_A_RANK
@@ -26,6 +28,12 @@ def run() -> int:
             print(f"error: rank {rank} ended {how}", file=sys.stderr)
             if code in _OFTEN:
                 print(f"  {_OFTEN[code]}", file=sys.stderr)
+        return 1
+    except (RendezvousError, DistNetworkError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        print(f"error: the machines did not meet: {reason}; start all of them with the same "
+              "--main-process-ip and --main-process-port, which no firewall may close, and machine "
+              "0 too", file=sys.stderr)  # fmt: skip
         return 1
     except SignalException:
         return 1

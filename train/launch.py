@@ -58,7 +58,9 @@ def _meeting(launch: Launch) -> list[str]:
         return [*found, f"--node-rank={launch.machine_rank}", f"--master-addr={ip}",
                 f"--master-port={port}"]  # fmt: skip
     # agents number themselves; the name keeps runs apart that meet at one store
-    return [*found, f"--rdzv-endpoint={ip}:{port}", f"--rdzv-id=shardwright-{port}"]
+    # and the store is machine 0's, which torch would tell by a host name that need not resolve
+    return [*found, f"--rdzv-endpoint={ip}:{port}", f"--rdzv-id=shardwright-{port}",
+            f"--rdzv-conf=is_host={int(network.is_here(ip))}"]  # fmt: skip
 
 
 def _environment(config: TrainConfig) -> dict[str, str]:

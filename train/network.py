@@ -30,6 +30,11 @@ def local_address(host: str) -> str:
         ) from None
 
 
+def is_here(host: str) -> bool:
+    """Whether ``host`` is this machine: the way to an own address starts at that address."""
+    return local_address(host) in {str(a[4][0]) for a in socket.getaddrinfo(host, None)}
+
+
 def interface(address: str) -> str | None:
     """The interface that has an IPv4 address; None where none has."""
     for _, name in socket.if_nameindex():

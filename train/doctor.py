@@ -249,6 +249,32 @@ def _of_model(config: TrainConfig, model: Model) -> Iterable[Finding]:
         yield advice.stages(counts, head_in_layers(model))
 
 
+def fits(config: TrainConfig, model: Model, available: int) -> Iterable[Finding]:
+    """Whether the fullest stage's estimated memory is within ``available`` bytes of a GPU."""
+    from . import estimate
+
+    p, b = config.parallelism, config.batch
+    layers = model.sizes["layer"]
+    chunks = layers // (p.pp * p.virtual_pp_layers) if p.virtual_pp_layers else 1
+    plan = estimate.Plan(
+        p.tp, p.pp, b.data_parallel, max(chunks, 1), p.stages(layers), b.micro_batch_size,
+        b.num_micro_batches, config.data.seq_length or 1024, p.sequence_parallel,
+        p.distributed_optimizer, config.recompute.granularity, config.optimizer.name,
+    )  # fmt: skip
+    if p.stages(layers) is None and layers % p.pp:
+        return  # check_layout says so
+    weights = estimate.weights_of(model, p.tp)
+    stage, memory = estimate.worst(estimate.shape_of(model, "model"), weights, plan)
+    need, precision = memory.total, config.precision.name
+    what = f"stage {stage + 1} needs about {need / GIB:.1f} of {available / GIB:.1f} GiB"
+    if precision != "bf16":
+        what += f", estimated for bf16; {precision} takes more"
+    if need <= available:
+        yield Finding(OK, "memory", what)
+    else:
+        yield Finding(PROBLEM, "memory", what, tuple(advice.memory_fixes(config)))
+
+
 def head_in_layers(model: Model) -> float:
     """Work of the output layer over that of a mean layer: parameters that multiply a token."""
     shapes = logical_shapes(model.family.select(model.flags), model.sizes)
@@ -292,5 +318,7 @@ def examine(
 
         model = load_model(find_source(config).config)
     yield from layout(config, model, machine)
+    if model is not None and machine.gpus:
+        yield from fits(config, model, min(gpu.total for gpu in machine.gpus))
     size = checkpoint_bytes(config, model) if model is not None else None
     yield from disk(Path(config.saving.save_dir or "."), size, config.saving.keep_last)

@@ -376,6 +376,18 @@ def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert "--gradient-clipping" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_model_gives_the_defaults_of_its_best_layout(tmp_path: Path) -> None:
+    pytest.importorskip("shardwright.train.planning", reason="no planner")
+    path = tmp_path / "a.yaml"
+    assert _config("--yes", "--params", "13B", "--num-processes", 8, "--output", path) == 0
+    made = read_accelerate(path)
+    assert made.num_processes == 8
+    assert made.plugin["tp_degree"][0] * made.plugin["pp_degree"][0] > 1, "13B needs several GPUs"
+    assert _config("--yes", "--params", "13B", "--num-processes", 8, "--tp", 4, "--pp", 1,
+                   "--output", path, "--overwrite") == 0  # fmt: skip
+    assert _megatron(path)["tp_degree"] == 4
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"

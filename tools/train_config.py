@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     asked = made.add_argument_group("answers")
     for question in questions.QUESTIONS:
         _add(asked, question.name, question.text)
+    plan = made.add_argument_group("defaults from plan-layout, for --num-processes GPUs")
+    plan.add_argument("--model", metavar="HF_DIR_OR_CONFIG", help="the model to plan for")
+    plan.add_argument("--params", metavar="SIZE", help="or a size: 7B, 13B, ... (see plan-layout)")
+    plan.add_argument("--gpu", default="A100-80GB", metavar="NAME", help="default: %(default)s")
+    plan.add_argument("--seq-length", type=int, default=2048, metavar="N", help="tokens")
+    plan.add_argument("--global-batch-size", type=int, default=512, metavar="N", help="sequences")
     others = made.add_argument_group("what is not asked")
     for name in questions.UNASKED:
         _add(others, name, _help(name))
@@ -117,11 +123,30 @@ def _agreed(lost: str, ask: questions.Ask | None) -> bool:
 
 
 def _proposed(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What to suggest where neither flag nor file says: this machine's GPUs."""
+    """What to suggest where neither flag nor file says: a plan's best layout, or this machine."""
+    if args.model or args.params:
+        return _planned(args, given)
     from shardwright.train.machine import count_gpus
 
     count = count_gpus()
     return {"gpus": count} if count else {"gpus": 1, "use_cpu": True}
+
+
+def _planned(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The best layout of plan-layout for the model on the named GPUs."""
+    from shardwright.train import estimate, hardware, planning
+
+    model, name = planning.read_model(args.model, args.params)
+    count = given.get("num_processes") or 8 * given.get("num_machines", 1)
+    per_node = max(1, count // given.get("num_machines", -(-count // 8)))
+    cluster = estimate.Cluster(hardware.find(args.gpu), count, per_node)
+    request = planning.Request(
+        cluster, args.seq_length, args.global_batch_size, given.get("recompute"),
+        tp=given.get("tp_degree"), pp=given.get("pp_degree"),
+    )  # fmt: skip
+    found = planning.answers(planning.search(model, name, request))
+    found.pop("main_process_ip", None)  # a plan cannot know it
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train_runs import SIZES, Run, make_place
+from train_runs import SIZES, Launch, Run, make_place
 
 from shardwright.ckpt.checkpoint import load_model
 from shardwright.tools import train_ckpt
@@ -211,3 +211,22 @@ def test_a_layout_that_does_not_fit_is_a_problem_with_fixes(tmp_path: Path) -> N
     assert "--micro-batch-size 2" in _said(small)
     (large,) = doctor.fits(TrainConfig(batch=Batch(4)), model, 200 * GIB)
     assert large.level == "ok"
+
+
+@pytest.mark.slow
+def test_a_pipeline_without_memory_or_with_a_bubble_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make_place(tmp_path)
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(place / "cache"))
+    ended = Launch(Run("full", options={"pp": 2}, fault="no memory"), place).end()
+    assert ended.code == 1
+    for part in ("step 3: rank 1 (stage 2 of 2) is out of memory", "--micro-batch-size 1",
+                 "--recompute selective", "4194304.00 GiB more asked for"):  # fmt: skip
+        assert part in ended.said, ended.said
+    assert "Traceback" not in ended.said
+    ended = Launch(Run("waits", options={"pp": 2, "global_batch_size": 2}), place).end()
+    assert ended.code == 0
+    for part in ("forward and backward", "bubble: stages waited", "more micro-batches: 9",
+                 "less PP: --pp 1"):  # fmt: skip
+        assert part in ended.said, ended.said

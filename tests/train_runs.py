@@ -501,7 +501,17 @@ def _raises() -> None:
     _before_step(4, 1, die)
 
 
-FAULTS = {"killed while saving": _killed_while_saving, "exits": _exits, "raises": _raises}
+def _no_memory() -> None:
+    """Rank 1 asks for more memory than there is after step 2."""
+    _before_step(2, 1, lambda trainer: torch.empty(1 << 50))
+
+
+FAULTS = {
+    "killed while saving": _killed_while_saving,
+    "exits": _exits,
+    "raises": _raises,
+    "no memory": _no_memory,
+}
 
 
 def _main() -> int:

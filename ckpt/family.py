@@ -128,11 +128,11 @@ class Placed:
             for piece in self.pieces:
                 common = piece.stored.intersect(box)
                 if common is not None and common.numel:
-                    found.append(_restrict(piece, common))
+                    found.append(restrict(piece, common))
         return found
 
 
-def _restrict(piece: Piece, stored: Box) -> Piece:
+def restrict(piece: Piece, stored: Box) -> Piece:
     """The part of a piece that lies at ``stored`` (inside the piece's stored box)."""
     shift = [stored.offsets[dim] - piece.stored.offsets[dim] for dim in piece.dims]
     offsets = tuple(o + s for o, s in zip(piece.box.offsets, shift, strict=True))

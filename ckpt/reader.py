@@ -91,8 +91,6 @@ def _unknown(path: Path) -> str:
             "it with their own tools (zero_to_fp32.py in the folder, GPT-NeoX's "
             "tools/ckpts/convert_neox_to_hf.py) and give that"
         )
-    if ".metadata" in names:
-        return "a torch distributed checkpoint, which this version does not read"
     listed = ", ".join(sorted(names)[:5]) or "nothing"
     return (
         "no checkpoint here: neither model_tp_X_pp_Y rank files nor Hugging Face weights "

@@ -154,3 +154,44 @@ def bucket_sizes(
     default = said if type(said) is int else max(BUCKET_ELEMS, 1_000_000 * dp)
     single = stage > 0 or chunk > 0 or args.get("overlap_grad_reduce") is not True
     yield from (None, default) if single else (default, None)
+
+
+# --- registration order ------------------------------------------------------------------------
+
+_IN_LAYER = (  # of the local spec; TransformerEngine fuses norms into the layers that follow them
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+_FUSED_LAYER = (
+    "self_attention.linear_proj",
+    "input_layernorm",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+_OUTER = ("embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers",
+          "decoder.final_layernorm", "output_layer")  # fmt: skip
+
+
+def registration_key(name: str, fused: bool = False) -> tuple[int, int, int, int]:
+    """Sorts our names in the order in which megatron-core's GPTModel registers parameters.
+
+    ``fused``: with TransformerEngine's layers. Source: megatron.core.models.gpt.
+    """
+    outer = next((i for i, head in enumerate(_OUTER) if name.startswith(head + ".")), len(_OUTER))
+    kind = int(name.endswith(".bias"))
+    if not name.startswith("decoder.layers."):
+        return outer, 0, 0, kind
+    number, _, rest = name.removeprefix("decoder.layers.").partition(".")
+    inner = rest.rpartition(".")[0]
+    order = _FUSED_LAYER if fused else _IN_LAYER
+    return outer, int(number), order.index(inner) if inner in order else len(order), kind

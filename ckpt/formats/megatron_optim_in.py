@@ -23,6 +23,7 @@ from ..containers.files import Files
 from ..containers.pickles import TensorRef
 from ..dtypes import ITEMSIZE
 from ..family import Placed
+from ..manifest import Chunk
 from . import megatron_args, megatron_optim
 from .gather import Gather
 from .megatron_files import FLAT, RankFile
@@ -86,7 +87,7 @@ class OptimizerReader:
             self._unreadable(f"{rank.folder / FLAT}: is missing")
         else:
             self._unreadable(f"{file}: {where} holds no state")
-        self._groups(rank, groups, opt, where)
+        self.groups(rank, groups, opt, where)
 
     # --- the plain optimizer -----------------------------------------------------------------
 
@@ -241,7 +242,7 @@ class OptimizerReader:
 
     # --- hyperparameters ---------------------------------------------------------------------
 
-    def _groups(self, rank: RankFile, groups: list[Group], opt: Group, where: str) -> None:
+    def groups(self, rank: RankFile, groups: list[Group], opt: Group, where: str) -> None:
         """Hyperparameters of the first rank, and the step, which must be every rank's."""
         step, step_in = _step(rank, groups, where)
         if self.state:
@@ -306,7 +307,7 @@ def _step(rank: RankFile, groups: Sequence[Group], where: str) -> tuple[int | No
             step = _scalar(rank, f"{where}.param_groups.{i}.step")
         if isinstance(step, (int, float)):
             return int(step), "groups"
-    pattern = re.compile(re.escape(where) + r"\.state\.\d+\.step")
+    pattern = re.compile(re.escape(where) + r"\.state\.(\d+\.step|common_step)")
     for name in rank.index.entries:
         if pattern.fullmatch(name) and (value := _scalar(rank, name)) is not None:
             return int(value), "state"
@@ -407,3 +408,41 @@ def _samples(files: Files, path: str, entry: Entry) -> Iterator[tuple[int, Array
         data = bytearray(count * size)
         files.read_into(path, entry.offset_bytes + at * size, memoryview(data))
         yield at, np.frombuffer(data, raw(entry.dtype))
+
+
+def differing_views(name: str, masters: Sequence[Chunk], weights: Sequence[Chunk]) -> str:
+    """The first elements that a chunk of masters and one of weights share must agree."""
+    from ..cast import cast, values
+
+    def at(chunk: Chunk, offsets: tuple[int, ...]) -> bytes:
+        view = chunk.view.narrow(
+            tuple(o - c for o, c in zip(offsets, chunk.box.offsets, strict=True)),
+            (1,) * len(offsets),
+        )
+        raw = bytearray(ITEMSIZE[view.dtype])
+        with Files() as files:
+            files.read_into(view.file, view.offset_bytes, memoryview(raw))
+        return bytes(raw)
+
+    import numpy as np
+
+    from ..cast import raw as raw_type
+
+    for chunk in (masters[0], masters[-1]):
+        for other in weights:
+            common = chunk.box.intersect(other.box)
+            if common is None or not common.numel:
+                continue
+            ends = (
+                common.offsets,
+                tuple(o + n - 1 for o, n in zip(common.offsets, common.sizes, strict=True)),
+            )
+            for offsets in ends:
+                one = np.frombuffer(at(chunk, offsets), raw_type(chunk.view.dtype))
+                two = np.frombuffer(at(other, offsets), raw_type(other.view.dtype))
+                dtype = other.view.dtype
+                x = values(cast(one, chunk.view.dtype, dtype), dtype).tolist()[0]
+                y = values(two, dtype).tolist()[0]
+                if x != y and (x == x or y == y):
+                    return f"{name}{list(offsets)}: the master rounds to {x}, the weight is {y}"
+    return ""

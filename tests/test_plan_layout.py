@@ -1,0 +1,254 @@
+"""plan-layout: estimates against measurements and published formulas, its choices, its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.ckpt.checkpoint import model_from
+from shardwright.tools import plan_layout
+from shardwright.train import estimate, hardware, pictures, planning
+from shardwright.train.errors import TrainError
+from shardwright.train.estimate import GIB, Cluster, Plan
+
+# The model of tests/bench/bench_gpu.py.
+BENCH = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 32768, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+DP, SP = {"dp": 2, "distributed": True}, {"tp": 2, "sequence_parallel": True}
+# layout, micro-batch, micro-batches, GiB of max_memory_allocated on rank 0, ms of a step
+MEASURED: list[tuple[dict[str, Any], int, int, float, float]] = [
+    (DP, 4, 4, 23.39, 441), (DP, 8, 2, 34.35, 432),
+    ({"tp": 2}, 4, 4, 15.86, 258), ({"tp": 2}, 8, 4, 22.37, 498),
+    (SP, 4, 4, 14.86, 271), (SP, 8, 4, 20.36, 505),
+    ({"pp": 2}, 2, 8, 14.43, 252), ({"pp": 2}, 4, 8, 19.5, 491),
+]  # fmt: skip
+
+
+def _gpt(dropout: float = 0.1, h: int = 2048) -> estimate.Shape:
+    config = {
+        "model_type": "gpt2", "n_embd": h, "n_layer": 24, "n_head": 16, "vocab_size": 50257,
+        "n_positions": 2048, "resid_pdrop": dropout,
+    }  # fmt: skip
+    return estimate.shape_of(model_from(config, "gpt"), "gpt")
+
+
+# --- estimates ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "micro", "count", "gib", "ms"), MEASURED)
+def test_memory_and_time_are_within_a_tenth_of_what_was_measured(
+    layout: dict[str, Any], micro: int, count: int, gib: float, ms: float
+) -> None:
+    model = model_from(BENCH, "bench")
+    shape, plan = estimate.shape_of(model, "bench"), Plan(**layout, micro=micro, count=count)
+    weights = estimate.weights_of(model, plan.tp)
+    found = estimate.memory(shape, weights, plan).allocated / GIB
+    assert found == pytest.approx(gib, rel=0.1)
+    step = estimate.time(shape, weights, plan, Cluster(hardware.find("H200"), 2)).step
+    assert 1e3 * step == pytest.approx(ms, rel=0.1)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_gelu_layer_with_dropout_keeps_what_korthikanti_says(tp: int) -> None:
+    shape = _gpt()
+    sums = 4 * shape.heads / tp  # of the softmax, which the formula has no term for
+    h = shape.h
+    assert estimate.layer_bytes(shape, tp) - sums == pytest.approx(h * (10 + 24 / tp))
+    assert estimate.layer_bytes(shape, tp, True) - sums == pytest.approx(34 * h / tp)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_recomputation_keeps_what_korthikanti_says(tp: int) -> None:
+    shape = _gpt()
+    parallel = tp > 1
+    full = Plan(tp, recompute="full", sequence_parallel=parallel)
+    selective = Plan(tp, recompute="selective", sequence_parallel=parallel)
+    assert estimate.saved_layer_bytes(shape, full) == 2 * shape.h / tp
+    assert estimate.saved_layer_bytes(shape, selective) == pytest.approx(34 * shape.h / tp)
+
+
+def test_without_dropout_there_are_no_masks() -> None:
+    assert estimate.layer_bytes(_gpt()) - estimate.layer_bytes(_gpt(0.0)) == 2 * 2048
+
+
+def test_parameters_are_those_of_the_models() -> None:
+    for size, count in (("7B", 6.738e9), ("13B", 13.016e9), ("70B", 68.98e9), ("175B", 174.6e9)):
+        model, name = planning.read_model(None, size)
+        shape, weights = estimate.shape_of(model, name), estimate.weights_of(model, 1)
+        assert estimate.parameters(shape, weights) == pytest.approx(count, rel=0.005)
+
+
+def test_stages_hold_the_whole_model_once_but_for_a_tied_head() -> None:
+    for size in ("7B", "175B"):
+        model, name = planning.read_model(None, size)
+        shape, weights = estimate.shape_of(model, name), estimate.weights_of(model, 1)
+        plan = Plan(pp=4)
+        held = sum(estimate.stage_parameters(shape, weights, plan, s) for s in range(4))
+        assert held == estimate.parameters(shape, weights) + shape.tied * weights.head
+
+
+@pytest.mark.parametrize(("pp", "count", "chunks"), [(2, 8, 1), (4, 8, 1), (4, 2, 1), (4, 8, 2),
+                                                     (2, 4, 3)])  # fmt: skip
+def test_micro_batches_under_way_are_those_of_the_simulated_schedule(
+    pp: int, count: int, chunks: int
+) -> None:
+    spans = pictures.timeline(pp, count, chunks)
+    for stage, row in enumerate(spans):
+        held = most = 0
+        for kind, *_ in row:
+            held += 1 if kind == "F" else -1
+            most = max(most, held)
+        plan = Plan(pp=pp, count=count, chunks=chunks)
+        assert estimate.in_flight(plan, stage, chunks) == most
+
+
+@pytest.mark.parametrize(("pp", "count", "chunks"), [(2, 4, 1), (4, 8, 1), (4, 8, 2), (4, 16, 4)])
+def test_the_simulated_schedule_waits_as_long_as_the_formula_says(
+    pp: int, count: int, chunks: int
+) -> None:
+    spans = pictures.timeline(pp, count, chunks)
+    assert all(len(row) == 2 * count * chunks for row in spans)
+    end = max(row[-1][4] for row in spans)
+    assert end == pytest.approx(3 * (count + (pp - 1) / chunks))
+
+
+# --- choices -----------------------------------------------------------------------------------
+
+
+def test_the_guides_layouts_fit_and_are_found_or_nearly_as_fast() -> None:
+    rows = planning.guide()
+    assert [(r.size, r.gpus) for r in rows] == [g[:2] for g in planning.GUIDE]
+    assert all(row.fits for row in rows)
+    for row, (size, _, split) in zip(rows, planning.GUIDE, strict=True):
+        found = (row.best.plan.tp, row.best.plan.pp, row.best.plan.dp)
+        if size != "70B":
+            assert found == split
+        assert row.guide.time.step / row.best.time.step < 1.1
+
+
+def test_every_layout_obeys_the_rules() -> None:
+    model, name = planning.read_model(None, "70B")
+    result = planning.search(model, name, planning.Request(Cluster(hardware.find("H100"), 32)))
+    for c in (*result.fitting, *result.over):
+        p = c.plan
+        assert p.tp * p.pp * p.dp == 32
+        assert p.dp * p.micro * p.count == 512
+        assert 64 % p.tp == 0
+        assert p.tp <= 8
+        assert sum(p.layers(80)) == 80
+        assert p.chunks == 1 or (p.count % p.pp == 0 and 80 % (p.pp * p.chunks) == 0)
+    room = result.request.cluster.gpu.memory
+    assert all(c.memory.total <= room for c in result.fitting)
+    assert all(c.memory.total > room for c in result.over)
+
+
+def test_without_nvlink_tensor_parallelism_is_avoided() -> None:
+    model, name = planning.read_model(None, "13B")
+    slow = planning.search(model, name, planning.Request(Cluster(hardware.find("A100-PCIe"), 8)))
+    assert slow.best.plan.tp == 1
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def _fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert plan_layout.main(words) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert text.count("\n") == 1
+    return text
+
+
+def test_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BENCH))
+    assert plan_layout.main(["--model", str(tmp_path), "--gpus", "2", "--gpu", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert "1.11B parameters on 2 x H200" in out
+    assert f"train-ckpt --model {tmp_path}" in out
+    assert f"reshard {tmp_path} --tp" in out
+
+
+def test_the_commands_are_ones_that_train_ckpt_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+    import shlex
+
+    from shardwright.train import config
+
+    assert plan_layout.main(["--params", "70B", "--gpus", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    made = argparse.ArgumentParser(exit_on_error=False)
+    config.options(made)
+    words = shlex.split(found["commands"][0].replace("RANK", "0"))
+    args = made.parse_args(words[1:])
+    best = found["layouts"][0]
+    assert (int(args.tp), int(args.pp)) == (best["tp"], best["pp"])
+    assert best["memory_total"] == pytest.approx(sum(best["memory"].values()))
+
+
+def test_the_yaml_is_read_back_as_the_layout(tmp_path: Path) -> None:
+    from shardwright.train.plugin import read_accelerate
+
+    path = tmp_path / "plan.yaml"
+    words = ["--params", "40B", "--gpus", "32", "--output", str(path), "--json"]
+    assert plan_layout.main(words) == 0
+    file = read_accelerate(path)
+    assert file.num_processes == 32
+    assert file.plugin["tp_degree"][0] == 4
+    assert file.plugin["pp_degree"][0] == 2
+    assert plan_layout.main(words) == 1  # it is not replaced unasked
+    assert plan_layout.main([*words, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures_are_drawn(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"plan.{suffix}"
+    words = ["--params", "70B", "--gpus", "64", "--plot", str(path), "--top", "4"]
+    assert plan_layout.main(words) == 0
+    assert path.read_bytes()[:4] == {"png": b"\x89PNG", "svg": b"<?xm"}[suffix]
+
+
+def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _fails(capsys, "--params", "70B", "--gpus", "8")
+    assert "does not fit on 8 x A100-80GB" in text
+    assert "too many" in text
+    assert "16 such GPUs" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--params", "7B", "--gpus", "12"], "8 or 16 would"),
+        (["--params", "7B", "--gpus", "8", "--tp", "3"], "--gpus 8 does not divide"),
+        (["--params", "7B", "--gpus", "8", "--gpu", "X9"], "--gpu-memory, --gpu-bandwidth"),
+        (["--params", "9B", "--gpus", "8"], "7B, 13B"),
+        (["--params", "7B"], "--gpus 8"),
+        (["--gpus", "8"], "--params 7B"),
+        (["--params", "7B", "--model", "x", "--gpus", "8"], "say one of them"),
+        (["--params", "7B", "--gpus", "8", "--global-batch-size", "0"], "at least 1"),
+        (["--params", "7B", "--gpus", "8", "--seq-length", "9000"], "4096 positions"),
+        (["--params", "7B", "--gpus", "8", "--tp", "1", "--sequence-parallel"], "drop one"),
+        (["--params", "7B", "--gpus", "8", "--optimizer", "sgd", "--distributed-optimizer"], "sgd"),
+        (["--params", "7B", "--gpus", "8", "--tp", "1", "--pp", "1", "--global-batch-size", "9"],
+         "16 would"),
+        (["--guide", "--gpus", "8"], "drop one"),
+        (["--params", "7B", "--gpus", "8", "--plot", "x.pdf"], ".png or .svg"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_one_line(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in _fails(capsys, *words)
+
+
+def test_a_described_gpu_needs_no_name_in_the_table() -> None:
+    gpu = hardware.find("X9", 64 * GIB, 2e12, 400e12)
+    assert (gpu.memory, gpu.link) == (64 * GIB, "PCIe")
+    with pytest.raises(TrainError, match="--gpu-peak"):
+        hardware.find("X9", 64 * GIB, 2e12)
+    assert hardware.find("NVIDIA A100 80GB").name == "A100-80GB"

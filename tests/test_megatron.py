@@ -243,7 +243,7 @@ def test_hyperparameters_step_and_schedule_are_carried(
     json.dumps(state, allow_nan=False)
 
 
-@pytest.mark.parametrize("name", ["llama_bf16_tp2pp2_torch", "gpt2_fp32_tp2pp2_torch"])
+@pytest.mark.parametrize("name", SOURCES)
 def test_the_merged_model_computes_what_megatron_computed(
     golden: Path, tmp_path: Path, name: str
 ) -> None:
@@ -256,7 +256,7 @@ def test_the_merged_model_computes_what_megatron_computed(
     with torch.no_grad():
         logits = model(said["tokens"]).logits.float()
     assert logits.shape == said["logits"].shape
-    tolerance = 2e-2 if "bf16" in name else 1e-5
+    tolerance = 5e-3 if "bf16" in name else 1e-6
     assert (logits - said["logits"].float()).abs().max() < tolerance
 
 

@@ -82,6 +82,18 @@ def group_params(groups: Sequence[Group], params: Sequence[Param]) -> list[list[
     return None
 
 
+def assigned(groups: Sequence[Group], params: Sequence[Param]) -> list[list[Param]] | None:
+    """The parameters of each group where its numbers are still to be made; None if unclear."""
+    keys = [_group_key(group) for group in groups]
+    if len(groups) == 1:
+        return [list(params)]
+    own = any(group.get("is_decoupled_lr") is True for group in groups)
+    if len(set(keys)) < len(keys):
+        return None
+    buckets = [[p for p in params if _default_key(p, own) == key] for key in keys]
+    return buckets if sum(map(len, buckets)) == len(params) else None
+
+
 # --- flat buffers ------------------------------------------------------------------------------
 
 

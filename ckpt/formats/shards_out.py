@@ -56,7 +56,7 @@ def design(order: Order, root: Path) -> Design:
     """
     target, metas = order.target, order.metas
     here = placement(target.model, target.mesh, target.vocab_multiple)
-    writer = _Writer(target, metas, root, here)
+    writer = Collector(target, metas, root, here)
     for coord, rows in here.placed.items():
         writer.model_file(coord, rows)
     states = [s for s in STATES if any(fqn.startswith(s + "/") for fqn in metas)]
@@ -99,7 +99,7 @@ def _same_layout(order: Order) -> bool:
     )
 
 
-class _Writer:
+class Collector:
     """Collects the files and chunks of a design."""
 
     def __init__(
@@ -117,7 +117,7 @@ class _Writer:
         self.chunks = Chunks()
         self.suffix = "safetensors" if target.safe else "bin"
 
-    def _dtype(self, placed: Placed, prefix: str) -> str | None:
+    def dtype_of(self, placed: Placed, prefix: str) -> str | None:
         """The one dtype of a stored tensor's parts; None where the source has none of them."""
         parts = {p.fqn for p in placed.pieces if not p.fqn.startswith(PADDING)}
         if not parts:  # a rank that holds padding rows alone
@@ -138,7 +138,7 @@ class _Writer:
         """A rank's weights."""
         specs, kept = [], []
         for placed in rows:
-            dtype = self._dtype(placed, "")
+            dtype = self.dtype_of(placed, "")
             if dtype is None:  # plan reports the missing parts by their own names
                 dtype = "F32"
             specs.append(Spec(placed.name, dtype, placed.shape))
@@ -151,7 +151,7 @@ class _Writer:
             (state, placed, dtype)
             for state in states
             for placed in rows
-            if (dtype := self._dtype(placed, state + "/")) is not None
+            if (dtype := self.dtype_of(placed, state + "/")) is not None
         ]
         if not self.target.sharded:
             specs = [Spec(f"{s}/{p.name}", dtype, p.shape) for s, p, dtype in have]

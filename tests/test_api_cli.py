@@ -211,9 +211,9 @@ def test_a_save_folder_stands_for_the_checkpoint_that_latest_names(trained, cli,
 
 def test_what_is_no_checkpoint_is_named_for_what_it_looks_like(tmp_path):
     cases = {
-        "latest_checkpointed_iteration.txt": "Megatron-LM",
-        "mp_rank_00": "Megatron-LM",
-        ".metadata": "distributed checkpoint",
+        "latest_checkpointed_iteration.txt": "says 'x', neither an iteration nor 'release'",
+        "mp_rank_00": "it holds mp_rank_00",
+        ".metadata": "a checkpoint of PyTorch's own",
         "notes.txt": "notes.txt",
     }
     for number, (name, says) in enumerate(cases.items()):

@@ -1118,8 +1118,8 @@ def test_latest_wins_over_a_newer_folder(home):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("latest_checkpointed_iteration.txt", "Megatron-LM"), ("mp_rank_00", "Megatron-LM"),
-     (".metadata", "torch distributed")],
+    [("latest_checkpointed_iteration.txt", "iter_0000001: is not there"),
+     ("mp_rank_00", "no checkpoint here"), (".metadata", "a checkpoint of PyTorch's own")],
 )  # fmt: skip
 def test_the_format_found_is_named_where_it_is_not_read(name, says, home):
     """kind I."""

@@ -535,7 +535,7 @@ def megatron_files(folder: Path) -> dict[tuple[int, int], dict]:
     """The whole content of each rank's file."""
     stubs = types.SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="pickle")
     found = {}
-    for path in folder.glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+    for path in folder.glob("*/mp_rank_*/model_optim_rng.pt"):
         ranks = [int(n) for n in path.parent.name.removeprefix("mp_rank_").split("_")]
         content = torch.load(path, pickle_module=stubs, weights_only=False)
         found[ranks[0], ranks[1] if len(ranks) > 1 else 0] = content

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .errors import TrainError
 from .plugin import nearest
@@ -103,7 +104,7 @@ def find(
         found = GPU(name, memory, bandwidth, peak, NVLINK if fast else PCIE, 25e9, 12.5e9)
     else:
         found = GPUS[known]
-    given = {
+    given: dict[str, Any] = {
         "memory": memory,
         "hbm": bandwidth,
         "peak": peak,

@@ -195,7 +195,9 @@ def _batches(shape: Shape, base: Plan, request: Request) -> Iterator[Plan]:
         return
     share = request.global_batch // base.dp
     modes = ("none", "full") if request.recompute is None else (request.recompute,)
-    sequence = (False, True) if base.tp > 1 and request.seq % base.tp == 0 else (False,)
+    sequence: tuple[bool, ...] = (
+        (False, True) if base.tp > 1 and request.seq % base.tp == 0 else (False,)
+    )
     if request.sequence_parallel is not None:
         sequence = tuple(s for s in sequence if s == request.sequence_parallel or base.tp == 1)
     for micro in (request.micro,) if request.micro else MICRO:

@@ -206,6 +206,8 @@ class _Writer:
             last = i + 1 == len(rows) or rows[i + 1].name.rpartition(".")[0] != module
             if last and module.rpartition(".")[2] in _LINEAR:
                 model[f"{module}.{megatron_names.EXTRA}"] = None
+        if rows and rows[-1].param.name.startswith("decoder.final_layernorm."):
+            model[f"output_layer.{megatron_names.EXTRA}"] = None  # its weight is the embedding
         return model
 
     # --- optimizer ---------------------------------------------------------------------------

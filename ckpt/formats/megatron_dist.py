@@ -26,7 +26,7 @@ from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, build_mesh, logical_shapes, place, restrict
 from ..layout import check_layout, default_layout, rounds
-from ..manifest import SideFile, View
+from ..manifest import SideFile, View, category_of
 from ..mesh import Mesh
 from . import megatron_args, megatron_dist_files, megatron_dist_flat, megatron_files, megatron_names
 from .gather import Gather
@@ -52,8 +52,9 @@ def sniff(path: Path) -> bool:
     """Whether ``path`` is such a folder, or the folder of one of its iterations."""
     if not path.is_dir():
         return False
-    if (path / TRACKER).is_file():
-        return any(megatron_files.is_dist(c) for c in megatron_files.iterations(path))
+    iterations = megatron_files.iterations(path)
+    if iterations or (path / TRACKER).is_file():
+        return any(megatron_files.is_dist(c) for c in iterations)
     if (path / "dist_ckpt").is_dir():  # verl
         return megatron_files.is_dist(path / "dist_ckpt")
     return megatron_files.is_dist(path)
@@ -173,6 +174,8 @@ class _Reader:
                     f"{why}; pass --weights-only to go on without the optimizer"
                 )
         self._left_out()
+        if not result.unread_optimizer:
+            self._check_states()
         raise_all(self.gather.faults, str(self.folder))
         state = self._state()
         if not result.unread_optimizer and not self.options.weights_only:
@@ -316,6 +319,18 @@ class _Reader:
             self.result.notes.append(
                 "random states left behind: they belong to the ranks of the saving run"
             )
+
+    def _check_states(self) -> None:
+        """A moment that some weights have is there for each; masters for each that is not fp32."""
+        metas = self.gather.metas
+        weights = [name for name in self.gather.shapes if name in metas]
+        for state in sorted({category_of(fqn) for fqn in metas} - {""}):
+            self.gather.faults += [
+                f"{METADATA}: {state}/{name}: missing"
+                for name in weights
+                if f"{state}/{name}" not in metas
+                and not (state == "master" and metas[name].dtype == "F32")
+            ]
 
     def _check_masters(self) -> None:
         """megatron-core 0.16.1 may write fully reshardable state shifted: masters then differ."""

@@ -137,6 +137,7 @@ def _stored(file: Path, name: str, meta: Stub, places: _Places) -> Stored:
     found = Stored(name, shape, dtype)
     chunks = table.get("chunks")
     count = 0
+    corners = set()
     for chunk in chunks if isinstance(chunks, list) else []:
         row = _dict(file, chunk.state if isinstance(chunk, Stub) else None, name)
         box = Box(_ints(file, name, row.get("offsets")), _ints(file, name, row.get("sizes")))
@@ -149,6 +150,9 @@ def _stored(file: Path, name: str, meta: Stub, places: _Places) -> Stored:
             raise CheckpointError(
                 f"{file}: {name}: chunk {list(box.sizes)} at {list(box.offsets)}: {what}"
             )
+        if box.numel and box.offsets in corners:
+            raise CheckpointError(f"{file}: {name}: two chunks lie at {list(box.offsets)}")
+        corners.add(box.offsets)
         found.blobs.append(Blob(box, *place))
         count += box.numel
     total = 1

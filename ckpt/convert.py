@@ -90,7 +90,7 @@ def reshard(
 ) -> Report:
     """Write ``source`` in another parallel layout, format or both; returns the report.
 
-    ``to`` is shards, megatron or hf (which is ``merge``). What is None stays as in
+    ``to`` is shards, megatron, torch_dist or hf (which is ``merge``). What is None stays as in
     the source (a Hugging Face source is tp 1, pp 1 and becomes shards). ``dp`` shards the
     optimizer state over that many ranks, ``pp_layers`` names the layers of each stage, ``vpp``
     gives each stage that many virtual ones, ``dtype`` casts the weights, ``axes`` are ranks of

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--to",
         metavar="FORMAT",
-        help="shards, megatron or hf (default: as the source; hf becomes shards)",
+        help="shards, megatron, torch_dist or hf (default: as the source; hf becomes shards)",
     )
     made.add_argument(
         "--use-distributed-optimizer",

@@ -40,7 +40,7 @@ _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
 def design(order: Order, root: Path) -> Design:
     """Every rank's files below ``root``."""
-    return _Writer(order, root).design()
+    return Writer(order, root).design()
 
 
 def sides(order: Order, made: Design, files: Written) -> list[SideFile]:
@@ -60,7 +60,7 @@ class _Row:
     states: Mapping[str, str]  # optimizer state -> dtype
 
 
-class _Writer:
+class Writer:
     """Collects the files of all ranks."""
 
     def __init__(self, order: Order, root: Path) -> None:
@@ -164,7 +164,7 @@ class _Writer:
     def _rank(self, coord: Coord, rows: list[_Row]) -> None:
         folder = self.folder / megatron_files.folder_name(coord, self.pp)
         tree: dict[str, object] = {
-            "args": Stub("argparse", "Namespace", (), _plain(self.args)),
+            "args": Stub("argparse", "Namespace", (), plain(self.args)),
             "checkpoint_version": 3.0,
             "iteration": self.target.step or 0,
         }
@@ -173,7 +173,7 @@ class _Writer:
             tree["model" if self.vpp == 1 else f"model{v}"] = self._model(chunk)
         if self.states:
             tree["optimizer"] = (
-                self._distributed_groups() if self.target.sharded else self._plain_optimizer(rows)
+                self.distributed_groups() if self.target.sharded else self._plain_optimizer(rows)
             )
             for key in ("opt_param_scheduler", "lr_scheduler"):
                 if key in self.saved:
@@ -212,7 +212,7 @@ class _Writer:
 
     # --- optimizer ---------------------------------------------------------------------------
 
-    def _groups(self) -> tuple[list[dict[str, object]], int | None, str]:
+    def groups(self) -> tuple[list[dict[str, object]], int | None, str]:
         """Hyperparameters of each group, the step, and where it stands."""
         saved = self.saved.get("optimizer")
         if isinstance(saved, dict) and isinstance(saved.get("param_groups"), list):
@@ -250,7 +250,7 @@ class _Writer:
         return [[by_name[p.name] for p in bucket] for bucket in buckets]
 
     def _plain_optimizer(self, rows: Sequence[_Row]) -> dict[str, object]:
-        groups, step, step_in = self._groups()
+        groups, step, step_in = self.groups()
         buckets = self._numbered(rows, groups)
         state: dict[int, dict[str, object]] = {}
         for group, bucket in zip(groups, buckets, strict=True):
@@ -281,9 +281,9 @@ class _Writer:
         ]
         self._need_masters(rows)
         found: dict[str, object] = {"optimizer": inner, "fp32_from_fp16_params": masters}
-        return found | self._scaler()
+        return found | self.scaler()
 
-    def _scaler(self) -> dict[str, object]:
+    def scaler(self) -> dict[str, object]:
         saved = self.saved.get("optimizer")
         if isinstance(saved, dict) and saved.get("grad_scaler") is not None:
             return {"grad_scaler": megatron_args.decode(saved["grad_scaler"])}
@@ -300,12 +300,12 @@ class _Writer:
                 "--dtype fp32"
             )
 
-    def _distributed_groups(self) -> dict[str, object]:
-        groups, step, _ = self._groups()
+    def distributed_groups(self) -> dict[str, object]:
+        groups, step, _ = self.groups()
         for group in groups:
             if step is not None and "step" not in group:
                 group["step"] = step
-        return {"optimizer": {"param_groups": groups}} | self._scaler()
+        return {"optimizer": {"param_groups": groups}} | self.scaler()
 
     def _flat(self, coord: Coord, path: Path, rows: Sequence[_Row]) -> None:
         """distrib_optim.pt: one buffer for each virtual stage and dtype."""
@@ -359,7 +359,7 @@ class _Writer:
                 self.collector.metas[fqn] = meta
 
 
-def _plain(args: Mapping[str, object]) -> dict[str, object]:
+def plain(args: Mapping[str, object]) -> dict[str, object]:
     """args as values that every unpickler has: enums by their values, paths as text."""
     found: dict[str, object] = {}
     for key, value in args.items():

@@ -69,9 +69,13 @@ def _run_rank(config: settings.TrainConfig) -> int:
             from shardwright.train.advice import hang
 
             print(f"rank {rank}: {hang(config.launch.timeout_minutes, lost[0])}", file=sys.stderr)
-            return LOST_A_RANK
-        print(f"rank {rank}: lost another rank ({lost[0]}), so it ends too", file=sys.stderr)
-        return LOST_A_RANK
+        else:
+            print(f"rank {rank}: lost another rank ({lost[0]}), so it ends too", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The usual end would wait for threads of groups whose other ends are gone, or abort on
+        # them, and the launcher would take that for the cause.
+        os._exit(LOST_A_RANK)
     return options.DONE
 
 

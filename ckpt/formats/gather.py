@@ -8,7 +8,16 @@ from ..box import row_major
 from ..containers.blueprint import Entry
 from ..dtypes import ITEMSIZE
 from ..family import Piece, Placed
-from ..manifest import Chunk, Chunks, Manifest, SideFile, TensorMeta, View
+from ..manifest import (
+    PADDING,
+    Chunk,
+    Chunks,
+    Manifest,
+    SideFile,
+    TensorMeta,
+    View,
+    category_of,
+)
 from .shard_names import piece_meta
 
 
@@ -59,13 +68,11 @@ class Gather:
     def manifest(self, state: Mapping[str, object], side_files: tuple[SideFile, ...]) -> Manifest:
         """Everything, in the order of the model."""
         order = {fqn: i for i, fqn in enumerate(self.shapes)}
-        metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(_bare(kv[0]), len(order))))
+        metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(bare(kv[0]), len(order))))
         return Manifest(metas, self.chunks.by_name, state, side_files)
 
 
-def _bare(fqn: str) -> str:
+def bare(fqn: str) -> str:
     """A logical name without its state and padding prefixes."""
-    from ..manifest import PADDING, category_of
-
     state = category_of(fqn)
     return (fqn[len(state) + 1 :] if state else fqn).removeprefix(PADDING)

@@ -180,16 +180,7 @@ _IN_LAYER = (  # of the local spec; TransformerEngine fuses norms into the layer
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-_FUSED_LAYER = (
-    "self_attention.linear_proj",
-    "input_layernorm",
-    "self_attention.linear_qkv",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+_FUSED_LAYER = (_IN_LAYER[1], _IN_LAYER[0], *_IN_LAYER[2:])
 _OUTER = ("embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers",
           "decoder.final_layernorm", "output_layer")  # fmt: skip
 

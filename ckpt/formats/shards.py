@@ -32,8 +32,10 @@ from ..dtypes import ITEMSIZE, TO_TORCH
 from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, build_mesh, logical_shapes, mesh_flags, place
 from ..layout import check_layout, rounds
-from ..manifest import PADDING, STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
+from ..manifest import STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
 from ..mesh import AXES, Coord, Mesh, named_axes, split_by_counts
+from .gather import bare
+from .megatron_names import EXTRA, FUSED_NORMS
 from .shard_names import (
     CHECKPOINT,
     FILE,
@@ -221,16 +223,7 @@ def _detect_stages(
     return tuple(tuple(s) for s in stages)
 
 
-# TransformerEngine's names for norms that it fuses into the next linear layer
-_ALIASES = (
-    (
-        re.compile(r"(.*)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)"),
-        r"\1.input_layernorm.\2",
-    ),
-    (re.compile(r"(.*)\.mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"\1.pre_mlp_layernorm.\2"),
-)
 _WRAPPERS = ("model.", "module.", "state_dict.")  # keys that some writers put around the names
-_EXTRA = "_extra_state"
 
 
 class _Reader:
@@ -300,7 +293,7 @@ class _Reader:
             if _RANDOM.fullmatch(f.name)
         )
         order = {fqn: i for i, fqn in enumerate(self.shapes)}
-        metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(_bare(kv[0]), len(order))))
+        metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(bare(kv[0]), len(order))))
         result.manifest = Manifest(metas, self.chunks.by_name, state, side_files(self.path))
         result.notes += skipped_links(self.path)
         if not self.native:
@@ -348,7 +341,7 @@ class _Reader:
             bare = name
             for wrapper in _WRAPPERS:
                 bare = bare.removeprefix(wrapper)
-            for pattern, ours in _ALIASES:
+            for pattern, ours in FUSED_NORMS:
                 bare = pattern.sub(ours, bare)
             match = _LAYER.fullmatch(bare)
             if match and first_layer:
@@ -367,7 +360,7 @@ class _Reader:
         rows = {p.name: p for p in self.placed[coord]}
         found = set()
         for name, entry in self._renamed(index, self._first_layer(coord, index)):
-            if not self.native and name.endswith(_EXTRA):
+            if not self.native and name.endswith(EXTRA):
                 self.result.left_out.append(("_extra_state holds no weights", 0))
                 continue
             placed = rows.get(name)
@@ -509,10 +502,3 @@ def _same_json(a: str, b: str) -> bool:
         return bool(json.loads(a) == json.loads(b))
     except (ValueError, RecursionError):
         return False
-
-
-def _bare(fqn: str) -> str:
-    """A logical name without its state and padding prefixes."""
-    head, slash, rest = fqn.partition("/")
-    fqn = rest if slash and head in STATES else fqn
-    return fqn.removeprefix(PADDING)

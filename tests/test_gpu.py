@@ -1,7 +1,8 @@
-"""The trainer on two GPUs: layouts agree with one GPU, checkpoints go from layout to layout.
+"""The trainer on GPUs: layouts agree with one rank, checkpoints go from layout to layout.
 
-Run by torchrun this file is a rank: ``jobs`` of one or two GPUs, all in the same processes. The
-tests look at what the ranks found.
+Run by torchrun this file is a rank of a world of one, two, four or eight, which does all jobs of
+that world. The tests look at what the ranks found. Where there are fewer GPUs than ranks, ranks
+share them (gpu_ranks.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_ranks import share
 from train_runs import CALM, batches, hf_model
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -25,7 +27,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(1200),  # the first test compiles kernels for many shapes
     pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
-    pytest.mark.skipif(GPUS == 1, reason="two CUDA devices are needed, and there is one"),
 ]
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
@@ -39,8 +40,8 @@ PLAIN = {"fusions": False, "cuda_graphs": False}
 STEPS = 6
 SAVED = 3  # the step after which a checkpoint is written
 
-# What two GPUs do with the llama model: name -> layout and options.
-LAYOUTS: Mapping[str, Mapping[str, object]] = {
+# What two ranks do with the llama model: name -> layout and options.
+PAIRS: Mapping[str, Mapping[str, object]] = {
     "tp2": {"tp": 2},
     "tp2-plain": {"tp": 2, **PLAIN},
     "tp2-sequence": {"tp": 2, "sequence_parallel": True},
@@ -49,7 +50,21 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "dp2-distributed": {"distributed": True, "overlap": True},
     "dp2-distributed-graphs": {"distributed": True, "cuda_graphs": True},
 }
-REPLAYED = {"tp2": 1, "tp2-sequence": 1, "pp2": 2, "dp2-distributed-graphs": 1}
+# The same of four ranks and of eight.
+MANY: Mapping[int, Mapping[str, Mapping[str, object]]] = {
+    4: {
+        "tp2-pp2": {"tp": 2, "pp": 2},
+        "tp4-sequence": {"tp": 4, "sequence_parallel": True},
+        "tp2-dp2": {"tp": 2, "distributed": True, "overlap": True},
+        "pp4-recompute": {"pp": 4, "recompute": "full"},
+    },
+    8: {
+        "tp2-pp2-dp2": {"tp": 2, "pp": 2, "sequence_parallel": True, "distributed": True},
+    },
+}
+LAYOUTS = {**PAIRS, **MANY[4], **MANY[8]}
+REPLAYED = {"tp2": 1, "tp2-sequence": 1, "pp2": 2, "dp2-distributed-graphs": 1, "tp2-pp2": 2,
+            "tp4-sequence": 1, "tp2-pp2-dp2": 2}  # fmt: skip
 # Overlap leaves weights to be gathered with the next forward pass: a save has to know.
 SAVED_AT = {
     "tp2": {"tp": 2, "fusions": False},
@@ -63,12 +78,12 @@ RESUMED = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
-    """What the jobs of one GPU and of two gave, by name."""
+    """What the jobs of every world gave, by name."""
     place = tmp_path_factory.mktemp("gpu")
     for name, changes in MODELS.items():
         hf_model(place, name, **changes)
     made: dict[str, Any] = {}
-    for world in (1, 2):
+    for world in (1, 2, *MANY):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    f"--nproc-per-node={world}", __file__, str(place)]  # fmt: skip
         log = place / f"log-{world}.txt"
@@ -81,7 +96,7 @@ def found(tmp_path_factory) -> dict[str, Any]:
             finally:
                 if ranks.poll() is None:
                     os.killpg(ranks.pid, signal.SIGKILL)  # the session that was started above
-        assert code == 0, f"{world} GPUs: {code}\n{log.read_text()[-6000:]}"
+        assert code == 0, f"{world} ranks: {code}\n{log.read_text()[-6000:]}"
         made |= json.loads((place / f"found-{world}.json").read_text())
     return made
 
@@ -101,7 +116,7 @@ def test_fused_and_replayed_training_is_the_plain_one(found, model) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_trains_as_one_gpu_does(found, layout) -> None:
+def test_a_layout_trains_as_one_rank_does(found, layout) -> None:
     one, two = found["llama-plain"], found[layout]
     _close(two["losses"], one["losses"])
     assert two["norms"] == pytest.approx(one["norms"], rel=5e-2)
@@ -138,6 +153,7 @@ def main(place: Path) -> None:
     faulthandler.dump_traceback_later(240, repeat=True)  # where a rank stands that does not go on
     on_gpu = torch.cuda.is_available()  # on CPU the jobs run too, which shows them to be right
     if on_gpu:
+        share()
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         from shardwright.train import cpu
@@ -150,9 +166,13 @@ def main(place: Path) -> None:
             say(model)
             made[f"{model}-plain"] = train(place / model, PLAIN)
             made[f"{model}-fast"] = train(place / model, {"cuda_graphs": on_gpu})
-    else:
-        folder = place / "llama"
-        for name, options in LAYOUTS.items():
+    folder = place / "llama"
+    if dist.get_world_size() in MANY:
+        for name, options in MANY[dist.get_world_size()].items():
+            say(name)
+            made[name] = train(folder, options)
+    elif dist.get_world_size() == 2:
+        for name, options in PAIRS.items():
             say(name)
             made[name] = train(folder, options)
         for name, options in SAVED_AT.items():

@@ -164,6 +164,8 @@ def exchange(nproc: int) -> Finding:
              "or its name does not resolve: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"),
         )  # fmt: skip
     found = json.loads(lines[-1])
+    if found["ranks"] == 1:
+        return Finding(OK, "exchange", f"1 rank over {found['backend']}: it sends nothing")
     moved = 2 * (found["ranks"] - 1) / found["ranks"] * found["bytes"]  # of a ring, per rank
     speed = moved / found["seconds"]
     return Finding(OK, "exchange", f"{found['ranks']} ranks over {found['backend']}: all-reduce of "

@@ -219,7 +219,10 @@ class Writer:
             decoded: Any = megatron_args.decode(saved["param_groups"])
             step = saved.get("step")
             groups = [dict(group) for group in decoded]
-            return groups, step if type(step) is int else None, str(saved.get("step_in", "groups"))
+            step_in = str(saved.get("step_in", "groups"))
+            if any("amsgrad" in group for group in groups):
+                step_in = "state"  # of torch's Adam; the distributed optimizer has it in groups
+            return groups, step if type(step) is int else None, step_in
         native = self.order.state.get("param_groups")
         rows = [r for r in native if isinstance(r, dict)] if isinstance(native, list) else []
         steps = [r["step"] for r in rows if type(r.get("step")) is int]

@@ -85,9 +85,8 @@ class _Writer:
         for row in self.rows:
             dtype = self.collector.dtype_of(row, "") or "F32"
             self._tensor("", row, dtype, "")
-            for state in ("master", "exp_avg", "exp_avg_sq", "momentum_buffer"):
-                if state in self.states:
-                    self._state(state, row, dtype)
+            for state in self._kinds():
+                self._state(state, row, dtype)
         for layer in range(self.layers):
             for module in _EMPTY:
                 self._object(f"decoder.layers.{module}._extra_state/shard_{layer}_{self.layers}")
@@ -102,6 +101,13 @@ class _Writer:
         return Design(files, manifest, 0, notes)
 
     # --- blobs -------------------------------------------------------------------------------
+
+    def _kinds(self) -> list[str]:
+        """Optimizer states to write: megatron-core's distributed optimizer asks for masters of
+        a model that is all fp32 as well, and fails where they are missing.
+        """
+        needed = {*self.states, *(("master",) if self.states and self.target.sharded else ())}
+        return [s for s in ("master", "exp_avg", "exp_avg_sq", "momentum_buffer") if s in needed]
 
     def _state(self, state: str, row: Placed, weight: str) -> None:
         """Optimizer state; the distributed optimizer has masters of fp32 weights too."""

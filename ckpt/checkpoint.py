@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -83,8 +83,18 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)  # lines that the user is to see
     random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
     has_optimizer: bool = False  # optimizer files lie here, whether they were read or not
-    unread_optimizer: str = ""  # why optimizer files here cannot be read; empty if they can
+    unread_optimizer: str = ""  # why optimizer files here cannot be read; "" if nothing speaks so
     config: Path | None = None  # where a model that no family knows is described
+    # What reading put off, since it takes a look into many files:
+    doubt: Callable[[], str] | None = None  # why the optimizer state cannot be trusted, or ""
+    headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad
+
+    def optimizer_fault(self) -> str:
+        """Why optimizer state here cannot be used, "" if it can. A few elements may be read."""
+        if self.doubt is not None and not self.unread_optimizer:
+            self.unread_optimizer = self.doubt()
+        self.doubt = None
+        return self.unread_optimizer
 
     def need_model(self) -> Model:
         """The model, for jobs that must know the packing."""

@@ -120,8 +120,8 @@ def reshard(
     read = replace(read, weights_only=read.weights_only or weights_only)
     ckpt = _accompanied(read_checkpoint(source, read), read.config)
     model = ckpt.need_model()
-    if ckpt.unread_optimizer and not weights_only:
-        raise CheckpointError(ckpt.unread_optimizer)
+    if not weights_only and ckpt.optimizer_fault():
+        raise CheckpointError(ckpt.optimizer_fault())
     name = to or (ckpt.format if ckpt.format in writers() else shard_names.NAME)
     _check_applies(replace(options, to=name))
     target = _target(ckpt, options)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .checkpoint import Checkpoint
 from .dtypes import ITEMSIZE
-from .manifest import STATES, category_of, is_padding
+from .manifest import STATES, category_of, is_padding, locate
 
 
 def describe(ckpt: Checkpoint) -> dict[str, object]:
@@ -69,6 +69,7 @@ def _spans(numbers: tuple[int, ...]) -> str:
 def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
     """Shape, dtype, every box with its file and bytes, and the values' statistics."""
     meta = ckpt.manifest.tensors[fqn]
+    locate(ckpt.manifest.chunks.get(fqn, []))
     return {
         "name": fqn,
         "shape": list(meta.shape),

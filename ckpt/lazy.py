@@ -14,7 +14,7 @@ from .cast import Array, raw, values
 from .containers.files import Files
 from .dtypes import ITEMSIZE, TO_TORCH
 from .executor import Budget, Mover
-from .manifest import Chunk, Manifest, TensorMeta, View
+from .manifest import Chunk, Manifest, TensorMeta, View, locate
 from .planner import plan
 
 if TYPE_CHECKING:
@@ -71,11 +71,14 @@ class LazyArray:
         array = np.zeros(box.sizes, raw(self.dtype))
         buffer = memoryview(array.reshape(-1).view(np.uint8).data)
         pieces = [
-            Chunk(self.fqn, common, _narrow(chunk, common))
+            (chunk, common)
             for chunk in self.chunks
             if (common := chunk.box.intersect(box)) is not None
         ]
-        moved = [Chunk(self.fqn, _shift(piece.box, box), piece.view) for piece in pieces]
+        locate(chunk for chunk, _ in pieces)
+        moved = [
+            Chunk(self.fqn, _shift(common, box), _narrow(chunk, common)) for chunk, common in pieces
+        ]
         meta = TensorMeta(box.sizes, self.dtype)
         view = View(_MEMORY, 0, box.sizes, row_major(box.sizes), self.dtype)
         target = Manifest({self.fqn: meta}, {self.fqn: [Chunk(self.fqn, full(box.sizes), view)]})

@@ -8,7 +8,8 @@ Memory: under 2 KiB per chunk; boxes, shapes and strides are shared between laye
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .box import Box
@@ -43,6 +44,34 @@ class View:
         return self.offset_bytes, self.offset_bytes + (last + 1) * ITEMSIZE[self.dtype]
 
 
+class Late(ABC):
+    """Elements of a file whose bytes are found once they are needed: a header must be read.
+
+    What a manifest says of them (box, file, dtype) is known before.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def file(self) -> str:
+        """Path of the file that holds them."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """A key of dtypes.ITEMSIZE."""
+
+    @abstractmethod
+    def view(self) -> View:
+        """Where they lie; reads the header if `find` did not. CheckpointError if it is damaged."""
+
+    @classmethod
+    @abstractmethod
+    def find(cls, places: Sequence[Late]) -> None:
+        """Read the headers of many, all of this class. CheckpointError names every damaged one."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """A logical tensor: its whole shape and its dtype."""
@@ -63,7 +92,22 @@ class Chunk:
 
     fqn: str
     box: Box  # in the logical tensor's coordinates; box.sizes == view.shape
-    view: View
+    place: View | Late
+
+    @property
+    def view(self) -> View:
+        """Where the box lies; CheckpointError if it must be found and cannot be."""
+        return self.place if isinstance(self.place, View) else self.place.view()
+
+
+def locate(chunks: Iterable[Chunk]) -> None:
+    """Find where chunks lie, many at once, so that no file is opened for each of them."""
+    late: dict[type[Late], list[Late]] = {}
+    for chunk in chunks:
+        if not isinstance(chunk.place, View):
+            late.setdefault(type(chunk.place), []).append(chunk.place)
+    for kind, places in late.items():
+        kind.find(places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,22 @@
 """The one function that reshards: ``plan(source, target) -> Plan``.
 
-Pure; no IO. It proves coverage before a byte moves: every destination element is written
-exactly once, and every source element is used, or is a replica, or is listed with a reason.
-All faults of a pair of manifests are reported together.
+It proves coverage before a byte moves: every destination element is written exactly once, and
+every source element is used, or is a replica, or is listed with a reason. All faults of a pair
+of manifests are reported together. Boxes alone decide, so it is pure; the places of the chunks
+that copies need are looked up last, which reads headers where a format has put that off.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from .box import Box, full
 from .dtypes import CASTABLE, ITEMSIZE
 from .errors import raise_all
-from .manifest import Chunk, Manifest, TensorMeta, View, category_of
+from .manifest import Chunk, Manifest, TensorMeta, View, category_of, locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,7 @@ def plan(
     """
     faults: list[str] = []
     coverage = Coverage()
-    copies: list[Copy] = []
-    replicas: list[Copy] = []
+    found: dict[str, _Match] = {}
     if not share:
         _account_for_unused(source, target, drop, coverage, faults)
     for fqn, meta in target.tensors.items():
@@ -106,15 +106,22 @@ def plan(
         common = full(tuple(map(min, have.shape, meta.shape)))
         if meta.elastic:
             _account_for_padding(fqn, have, meta, target, coverage)
-        moves, repeats, fault = _tensor(fqn, common, source.chunks[fqn], target.chunks[fqn])
+        boxes = [tuple(c.box for c in m.chunks[fqn]) for m in (source, target)]
+        found[fqn] = match = _match(common, *boxes)
+        fault = match.fault
         if not fault and not share:
-            fault = _target_fault(common, tuple(c.box for c in target.chunks[fqn]))
+            fault = _target_fault(common, boxes[1])
         if fault:
             faults.append(f"{fqn}: {fault}")
-        copies += moves
-        replicas += repeats
         coverage.tensors += 1
     raise_all(faults, "the plan does not cover every element")
+    locate(_needed(found, source, target))
+    copies: list[Copy] = []
+    replicas: list[Copy] = []
+    for fqn, match in found.items():
+        moves, repeats = _copies(fqn, match, source.chunks[fqn], target.chunks[fqn])
+        copies += moves
+        replicas += repeats
     _count_bytes(coverage, copies, replicas)
     return Plan(copies, replicas, coverage)
 
@@ -181,13 +188,22 @@ def _count_bytes(coverage: Coverage, copies: list[Copy], replicas: list[Copy]) -
     coverage.replicas = len({(c.dst.file, c.dst.offset_bytes) for c in replicas})
 
 
-def _tensor(
-    fqn: str, wanted: Box, sources: Sequence[Chunk], targets: Sequence[Chunk]
-) -> tuple[list[Copy], list[Copy], str | None]:
-    """The copies of one logical tensor; ``wanted`` is the box that the source must fill."""
-    match = _match(wanted, tuple(c.box for c in sources), tuple(c.box for c in targets))
-    if match.fault:
-        return [], [], match.fault
+def _needed(found: Mapping[str, _Match], source: Manifest, target: Manifest) -> Iterator[Chunk]:
+    """The chunks that some copy reads, compares or writes."""
+    for fqn, match in found.items():
+        sources, targets = source.chunks[fqn], target.chunks[fqn]
+        for i, j, _ in match.moves:
+            yield sources[i]
+            yield targets[j]
+        for i, j, _ in match.repeats:
+            yield sources[i]
+            yield sources[j]
+
+
+def _copies(
+    fqn: str, match: _Match, sources: Sequence[Chunk], targets: Sequence[Chunk]
+) -> tuple[list[Copy], list[Copy]]:
+    """The copies of one logical tensor, and its replicas."""
     copies = [
         Copy(fqn, box, _narrow(sources[i], box), _narrow(targets[j], box))
         for i, j, box in match.moves
@@ -196,7 +212,7 @@ def _tensor(
         Copy(fqn, box, _narrow(sources[i], box), _narrow(sources[j], box))
         for i, j, box in match.repeats
     ]
-    return copies, repeats, None
+    return copies, repeats
 
 
 def _narrow(chunk: Chunk, box: Box) -> View:

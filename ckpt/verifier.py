@@ -58,9 +58,10 @@ def verify(
     if b is None:
         return _verify_one(left, options)
     right = read_checkpoint(b, replace(read_b or read, weights_only=weights_only))
-    unread = left.unread_optimizer or right.unread_optimizer
-    if unread and not weights_only:
-        raise CheckpointError(unread)
+    if not weights_only:
+        unread = left.optimizer_fault() or right.optimizer_fault()
+        if unread:
+            raise CheckpointError(unread)
     left, right = _aligned(left, right)
     return compare_checkpoints(left, right, Tolerance(rtol, atol), weights_only, options)
 
@@ -282,8 +283,10 @@ def _check_repeats(copies: Iterable[Copy]) -> None:
 def _verify_one(ckpt: Checkpoint, options: RunOptions) -> Verdict:
     """Coverage, replicas, and sizes and digests where they are recorded."""
     verdict = Verdict(notes=list(ckpt.notes))
-    if ckpt.unread_optimizer:
-        verdict.notes.append(ckpt.unread_optimizer)
+    if ckpt.headers is not None:
+        ckpt.headers()
+    if ckpt.optimizer_fault():
+        verdict.notes.append(ckpt.optimizer_fault())
     made = plan(ckpt.manifest, _whole(ckpt.manifest))
     verdict.tensors = len(ckpt.manifest.tensors)
     verdict.nbytes = made.coverage.read_bytes

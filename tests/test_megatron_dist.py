@@ -171,7 +171,7 @@ def test_masters_round_to_the_weights_in_every_element(golden: Path, name: str) 
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_of_a_file_is_left_without_an_account(golden: Path, name: str) -> None:
     ckpt = read_checkpoint(golden / name)
-    assert not ckpt.unread_optimizer
+    assert not ckpt.optimizer_fault()
     assert ckpt.has_optimizer
     reasons = {reason for reason, _ in ckpt.left_out}
     assert {"_extra_state holds no weights",
@@ -540,7 +540,7 @@ def test_an_unknown_global_is_named_and_never_executed(
 
 def _refused_but_for_weights(root: Path, says: str) -> None:
     ckpt = read_checkpoint(root)
-    assert re.search(says, ckpt.unread_optimizer), ckpt.unread_optimizer
+    assert re.search(says, ckpt.optimizer_fault()), ckpt.optimizer_fault()
     with pytest.raises(CheckpointError, match="--weights-only"):
         reshard(root, root.parent / "out", tp=1, pp=1, to="shards")
     assert not (root.parent / "out").exists()

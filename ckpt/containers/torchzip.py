@@ -15,8 +15,9 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from io import FileIO
 
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError
@@ -36,6 +37,7 @@ from .pickles import (
 
 MAX_RECORD_BYTES = 512 << 20  # of what is read whole: the pickle, the directory, the JSON
 MAX_RECORDS = 1 << 20  # one per storage
+END_BYTES = 4096  # read at once of an archive's start and end: of one tensor, all but its bytes
 ALIGN_BYTES = 64  # where a storage starts: torch's own choice, so that vector loads may follow
 MAX_U16, MAX_U32 = 0xFFFF, 0xFFFFFFFF  # at these values a zip field says "see the ZIP64 field"
 
@@ -57,22 +59,35 @@ class _Record:
     size: int  # bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Archive:
     """An open file, or the part of one that is an archive."""
 
-    path: str
-    file: BinaryIO
+    name: str  # for messages
+    file: FileIO
     start: int  # bytes from the start of the file
     size: int  # bytes
+    _ends: list[tuple[int, bytes]] = field(default_factory=list)  # what was read of both ends
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes at an offset from the start of the file, clipped to the archive."""
+        length = max(0, min(length, self.start + self.size - offset))
+        for at, data in self._ends or self._read_ends():
+            if at <= offset and offset + length <= at + len(data):
+                return data[offset - at : offset - at + length]
         self.file.seek(offset)
-        return self.file.read(max(0, min(length, self.start + self.size - offset)))
+        return self.file.read(length)
+
+    def _read_ends(self) -> list[tuple[int, bytes]]:
+        """torch.save puts everything but the tensors' bytes near the ends."""
+        stop = self.start + self.size
+        for at in sorted({self.start, max(self.start, stop - END_BYTES)}):
+            self.file.seek(at)
+            self._ends.append((at, self.file.read(min(END_BYTES, stop - at))))
+        return self._ends
 
     def fault(self, text: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {text}")
+        return CheckpointError(f"{self.name}: {text}")
 
 
 def index(path: str) -> Index:
@@ -90,26 +105,47 @@ def index(path: str) -> Index:
 
 def index_span(path: str, start_bytes: int, length_bytes: int) -> Index:
     """``index`` of an archive that is a part of a file; offsets are from the file's start."""
+    with archives(path) as file:
+        return file.index(start_bytes, length_bytes)
+
+
+@contextmanager
+def archives(path: str) -> Iterator[Archives]:
+    """A file with one archive after another, open while they are looked at."""
     size = regular_size(path)
-    if not 0 <= start_bytes <= start_bytes + length_bytes <= size:
-        raise CheckpointError(
-            f"{path}: bytes {start_bytes} to {start_bytes + length_bytes} of a file of {size} "
-            "bytes; the file is truncated"
-        )
-    with open(path, "rb") as file:
-        archive = _Archive(path, file, start_bytes, length_bytes)
+    with open(path, "rb", buffering=0) as file:
+        yield Archives(path, size, file)
+
+
+@dataclass(frozen=True, slots=True)
+class Archives:
+    """An open file with one archive after another."""
+
+    path: str
+    size_bytes: int
+    _file: FileIO
+
+    def index(self, start_bytes: int, length_bytes: int, name: str = "") -> Index:
+        """``index_span``; errors call the archive ``name``, which the path is if it has none."""
+        name, stop_bytes = name or self.path, start_bytes + length_bytes
+        if not 0 <= start_bytes <= stop_bytes <= self.size_bytes:
+            raise CheckpointError(
+                f"{name}: bytes {start_bytes} to {stop_bytes} of a file of {self.size_bytes} "
+                "bytes; the file is truncated"
+            )
+        archive = _Archive(name, self._file, start_bytes, length_bytes)
         _check_kind(archive)
         records = _records(archive)
         prefix = _prefix(archive, records)
         _check_byteorder(archive, records, prefix)
         metadata = _metadata(archive, records, prefix)
         raw = _small(archive, records[prefix + b"data.pkl"])
-    root = decode(raw, path, lambda pid: _storage(path, records, prefix, pid))
-    entries = {}
-    for name, view in tensors(path, root, budget=4 * len(raw)).items():
-        record = records[_record_name(prefix, view.storage)]
-        entries[name] = entry(path, name, view, record.offset)
-    return Index(path, size, entries, metadata, extra(path, root))
+        root = decode(raw, name, lambda pid: _storage(name, records, prefix, pid))
+        entries = {}
+        for key, view in tensors(name, root, budget=4 * len(raw)).items():
+            record = records[_record_name(prefix, view.storage)]
+            entries[key] = entry(name, key, view, record.offset)
+        return Index(self.path, self.size_bytes, entries, metadata, extra(name, root))
 
 
 # --- the archive ----------------------------------------------------------------------------
@@ -153,9 +189,13 @@ def _records(archive: _Archive) -> dict[bytes, _Record]:
 
 def _directory(archive: _Archive) -> tuple[int, int, int]:
     """(offset from the start of the file, bytes, records) of the zip directory."""
-    tail_at = max(archive.start, archive.start + archive.size - _END.size - MAX_U16)
-    tail = archive.read(tail_at, archive.size)
-    found = tail.rfind(b"PK\x05\x06")
+    stop = archive.start + archive.size
+    for reach in (_END.size, _END.size + MAX_U16):  # without a comment after it, then with one
+        tail_at = max(archive.start, stop - reach)
+        tail = archive.read(tail_at, reach)
+        found = tail.rfind(b"PK\x05\x06")
+        if found >= 0:
+            break
     if found < 0 or len(tail) - found < _END.size:
         raise archive.fault("a zip archive without an end; the file is truncated")
     end = _END.unpack_from(tail, found)

@@ -12,6 +12,7 @@ from ..manifest import (
     PADDING,
     Chunk,
     Chunks,
+    Late,
     Manifest,
     SideFile,
     TensorMeta,
@@ -56,14 +57,14 @@ class Gather:
             )
         return True
 
-    def view(self, state: str, piece: Piece, view: View, name: str) -> None:
+    def view(self, state: str, piece: Piece, place: View | Late, name: str) -> None:
         """One box of a logical tensor; ``name`` is the stored tensor's, for messages."""
         fqn = f"{state}/{piece.fqn}" if state else piece.fqn
-        meta = piece_meta(piece, self.shapes, self.sizes, view.dtype)
+        meta = piece_meta(piece, self.shapes, self.sizes, place.dtype)
         have = self.metas.setdefault(fqn, meta)
         if have.dtype != meta.dtype:
-            self.faults.append(f"{view.file}: {name}: {meta.dtype}, other ranks hold {have.dtype}")
-        self.chunks.add(Chunk(fqn, piece.box, view))
+            self.faults.append(f"{place.file}: {name}: {meta.dtype}, other ranks hold {have.dtype}")
+        self.chunks.add(Chunk(fqn, piece.box, place))
 
     def manifest(self, state: Mapping[str, object], side_files: tuple[SideFile, ...]) -> Manifest:
         """Everything, in the order of the model."""

@@ -15,22 +15,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..box import Box, range_boxes, row_major
 from ..checkpoint import Checkpoint, Model, RankFile, ReadOptions, load_json
 from ..containers import torchzip
-from ..containers.blueprint import Entry
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, build_mesh, logical_shapes, place, restrict
 from ..layout import check_layout, default_layout, rounds
-from ..manifest import SideFile, View, category_of
+from ..manifest import Chunk, SideFile, category_of
 from ..mesh import Mesh
 from . import megatron_args, megatron_dist_files, megatron_dist_flat, megatron_files, megatron_names
 from .gather import Gather
-from .megatron_dist_files import COMMON, DESCRIBES, METADATA, Blob, Stored
+from .megatron_dist_files import COMMON, DESCRIBES, METADATA, Blob, Grid, Stored, read_headers
 from .megatron_files import TRACKER, iteration_folder
 from .megatron_optim_in import OptimizerReader
 
@@ -40,6 +41,7 @@ _NUMBERED = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 _STATE = re.compile(
     r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param|param|momentum_buffer)\.(.+)"
 )
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STATES = {"fp32_param": "master", "param": "master"}
 _OBJECTS = {  # objects that stay behind: part of the key -> reason
     "_extra_state": "_extra_state holds no weights",
@@ -178,16 +180,23 @@ class _Reader:
             self._check_states()
         raise_all(self.gather.faults, str(self.folder))
         state = self._state()
-        if not result.unread_optimizer and not self.options.weights_only:
-            self._check_masters()
+        # Not bound methods: a checkpoint outlives its reader, which is larger.
+        tensors = list(self.listing.tensors.values())
+        if self.options.weights_only:
+            tensors = [t for t in tensors if not _OPTIMIZER.match(t.name)]
+        else:
+            result.doubt = partial(
+                _shifted_masters, self.folder, list(self.gather.shapes), self.gather.chunks.by_name
+            )
+        result.headers = partial(read_headers, [blob for t in tensors for blob in t.blobs])
         result.padded_vocab = self.padded
         multiple = self.args.get("make_vocab_size_divisible_by")
         if type(multiple) is int and multiple > 0:
             result.vocab_multiple = multiple
         result.layout = {**self.layout, "glu": "flat"}
+        count = Counter(b.file for s in self.listing.tensors.values() for b in s.blobs)
         for file, size in sorted(self.listing.files.items()):
-            count = sum(b.file == file for s in self.listing.tensors.values() for b in s.blobs)
-            result.files.append(RankFile(file, "", size, count))
+            result.files.append(RankFile(file, "", size, count[file]))
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes
         own = {DESCRIBES, "transformer_config.json"} if self.path == self.folder else set()
@@ -250,19 +259,15 @@ class _Reader:
             )
             return
         moved = (first.shape[0] // 2) * (shift or 0)
-        for box, view in self._boxes(stored, original):
+        for box, grid in _boxes(stored, original):
             lead = box.offsets[0] if stacked else (layers or 0)
             inner = Box(box.offsets[1:], box.sizes[1:]) if stacked else box
-            steps = view.strides[1:] if stacked else view.strides
             inner = Box((inner.offsets[0] + moved, *inner.offsets[1:]), inner.sizes)
             for i in range(box.sizes[0] if stacked else 1):
                 row = self.rows[_row(name_of, lead + i)]
                 if not state:
                     self.seen.add(row.name)
-                start = view.offset_bytes
-                if stacked:
-                    start += i * view.strides[0] * ITEMSIZE[view.dtype]
-                self._box(state, row, inner, View(view.file, start, inner.sizes, steps, view.dtype))
+                self._box(state, row, inner, grid, (i,) if stacked else ())
 
     def _is_fp32(self, name: str) -> bool:
         weight = self.listing.tensors.get(name)
@@ -276,34 +281,16 @@ class _Reader:
         match = _STACKED.fullmatch(name)
         return None, "decoder.layers.{layer}." + match[1] if match else name
 
-    def _boxes(
-        self, stored: Stored, original: tuple[int, ...] | None
-    ) -> Iterator[tuple[Box, View]]:
-        """Boxes of the whole tensor, and where their elements lie."""
-        for blob in stored.blobs:
-            entry = blob.entry(stored.name, stored.dtype)
-            if original is None:
-                view = View(blob.file, entry.offset_bytes, entry.shape, entry.strides, entry.dtype)
-                yield blob.box, view
-            else:
-                yield from _unflattened(stored, blob, entry, original)
-
-    def _box(self, state: str, row: Placed, inner: Box, view: View) -> None:
-        """A box of a stored row as boxes of its logical parts."""
-        size = ITEMSIZE[view.dtype]
+    def _box(self, state: str, row: Placed, inner: Box, grid: Grid, layer: tuple[int, ...]) -> None:
+        """A box of a stored row as boxes of its logical parts; ``layer`` is its place in grid."""
         for piece in row.pieces:
             common = piece.stored.intersect(inner)
             if common is None or not common.numel:
                 continue
             part: Piece = restrict(piece, common)
-            shift = sum(
-                (c - o) * step
-                for c, o, step in zip(common.offsets, inner.offsets, view.strides, strict=True)
-            )
-            strides = tuple(view.strides[dim] for dim in part.dims)
-            place = View(
-                view.file, view.offset_bytes + shift * size, part.box.sizes, strides, view.dtype
-            )
+            inside = (c - o for c, o in zip(common.offsets, inner.offsets, strict=True))
+            dims = tuple(len(layer) + dim for dim in part.dims)
+            place = grid.part((*layer, *inside), part.box.sizes, dims)
             self.gather.view(state, part, place, row.name)
 
     # --- the rest ----------------------------------------------------------------------------
@@ -331,24 +318,6 @@ class _Reader:
                 if f"{state}/{name}" not in metas
                 and not (state == "master" and metas[name].dtype == "F32")
             ]
-
-    def _check_masters(self) -> None:
-        """megatron-core 0.16.1 may write fully reshardable state shifted: masters then differ."""
-        from .megatron_optim_in import differing_views
-
-        chunks = self.gather.chunks.by_name
-        for name in self.gather.shapes:
-            masters, weights = chunks.get("master/" + name), chunks.get(name)
-            if not masters or not weights:
-                continue
-            wrong = differing_views(name, masters, weights)
-            if wrong:
-                self.result.unread_optimizer = (
-                    f"{self.folder}: {wrong}: the optimizer state is shifted against the weights "
-                    "(megatron-core 0.16.1 writes it so with several padded buckets); pass "
-                    "--weights-only to go on without the optimizer"
-                )
-                return
 
     def _state(self) -> dict[str, object]:
         """Iteration, schedule, args and the optimizer's hyperparameters."""
@@ -400,6 +369,26 @@ class _Reader:
         table["optimizer"], state["param_groups"] = reader.state, reader.native
 
 
+def _shifted_masters(
+    folder: Path, names: Sequence[str], chunks: Mapping[str, Sequence[Chunk]]
+) -> str:
+    """megatron-core 0.16.1 may write fully reshardable state shifted: masters then differ."""
+    from .megatron_optim_in import differing_chunks
+
+    wrong = differing_chunks(
+        (name, chunks["master/" + name], chunks[name])
+        for name in names
+        if name in chunks and "master/" + name in chunks
+    )
+    if not wrong:
+        return ""
+    return (
+        f"{folder}: {wrong}: the optimizer state is shifted against the weights (megatron-core "
+        "0.16.1 writes it so with several padded buckets); pass --weights-only to go on without "
+        "the optimizer"
+    )
+
+
 def _row(name: str, layer: int) -> str:
     return megatron_names.ours(name.replace("{layer}", str(layer)))
 
@@ -410,9 +399,18 @@ def _half_of_gated(name: str) -> tuple[int | None, str]:
     return ("wv".index(match[2]), match[1]) if match else (None, name)
 
 
+def _boxes(stored: Stored, original: tuple[int, ...] | None) -> Iterator[tuple[Box, Grid]]:
+    """Boxes of the whole tensor, and where their elements lie."""
+    for blob in stored.blobs:
+        if original is None:
+            yield blob.box, Grid(blob)
+        else:
+            yield from _unflattened(stored, blob, original)
+
+
 def _unflattened(
-    stored: Stored, blob: Blob, entry: Entry, original: tuple[int, ...]
-) -> Iterator[tuple[Box, View]]:
+    stored: Stored, blob: Blob, original: tuple[int, ...]
+) -> Iterator[tuple[Box, Grid]]:
     """A tensor of core 0.15 and older: cells of the original, each flattened into a last dim.
 
     A cell (i, j, k) of local shape (x, y, z) lies at (i x, j y, k z).
@@ -427,10 +425,7 @@ def _unflattened(
     start, count = blob.box.offsets[-1], blob.box.sizes[-1]
     corner = tuple(o * n for o, n in zip(blob.box.offsets[:-1], local, strict=True))
     steps = row_major(local)
-    if entry.strides and entry.strides[-1] != 1 and count > 1:
-        raise CheckpointError(f"{blob.file}: {stored.name}: its elements do not lie in turn")
     for box in range_boxes(local, start, start + count):
         first = sum(o * s for o, s in zip(box.offsets, steps, strict=True)) - start
-        offset = entry.offset_bytes + first * ITEMSIZE[entry.dtype]
         at = tuple(c + o for c, o in zip(corner, box.offsets, strict=True))
-        yield Box(at, box.sizes), View(blob.file, offset, box.sizes, steps, entry.dtype)
+        yield Box(at, box.sizes), Grid(blob, first, steps)

@@ -1,22 +1,27 @@
 """The files of a torch_dist checkpoint: what ``.metadata`` says, and blobs of ``.distcp`` files.
 
 ``.metadata`` is a pickle of torch.distributed.checkpoint's Metadata; its objects stay inert. Each
-blob is a file of ``torch.save`` of its own, with one tensor or one list of objects.
+blob is a file of ``torch.save`` of its own, with one tensor or one list of objects. ``.metadata``
+says box and dtype of a blob's tensor; where in the blob its bytes begin, the blob's own header
+says, which is read when a copy needs it: a checkpoint has as many blobs as tensors times ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
-from ..box import Box
+from ..box import Box, row_major
 from ..checkpoint import is_file_name
 from ..containers import pickles, torchzip
-from ..containers.blueprint import Entry, Index
+from ..containers.blueprint import Index
 from ..containers.files import regular_size
 from ..containers.pickles import Global, Stub
-from ..errors import CheckpointError
+from ..dtypes import ITEMSIZE
+from ..errors import CheckpointError, raise_all
+from ..manifest import Late, View
 
 METADATA = ".metadata"
 COMMON = "common.pt"
@@ -24,26 +29,126 @@ DESCRIBES = "metadata.json"
 MAX_METADATA_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Blob:
     """A box of a stored tensor, and where its file lies."""
 
+    name: str  # of the stored tensor
+    dtype: str
     box: Box
     file: str
     start_bytes: int
     length_bytes: int
+    # of the tensor, once the header has been read:
+    offset_bytes: int = -1  # from the start of the file
+    strides: tuple[int, ...] = ()  # elements
 
-    def entry(self, name: str, dtype: str) -> Entry:
-        """The tensor in it; CheckpointError if it is another."""
-        index = torchzip.index_span(self.file, self.start_bytes, self.length_bytes)
-        entry = index.entries.get("")
-        if entry is None or entry.shape != self.box.sizes or entry.dtype != dtype:
+    def find(self) -> None:
+        """Find the tensor in it; CheckpointError if it is another, or if the blob is damaged."""
+        if self.offset_bytes < 0:
+            read_headers([self])
+
+    def read(self, file: torchzip.Archives) -> None:
+        """The same in the open file."""
+        where = f"{self.file}: {self.name} at byte {self.start_bytes}"
+        entry = file.index(self.start_bytes, self.length_bytes, where).entries.get("")
+        if entry is None or entry.shape != self.box.sizes or entry.dtype != self.dtype:
             have = f"{entry.dtype} {list(entry.shape)}" if entry else "no tensor"
             raise CheckpointError(
-                f"{self.file}: {name} at byte {self.start_bytes}: holds {have}, {METADATA} says "
-                f"{dtype} {list(self.box.sizes)}"
+                f"{where}: holds {have}, {METADATA} says {self.dtype} {list(self.box.sizes)}"
             )
-        return entry
+        steps = _row_major(self.box.sizes)  # nearly always, and shared between the blobs then
+        self.strides = steps if entry.strides == steps else entry.strides
+        self.offset_bytes = entry.offset_bytes
+
+
+_row_major = lru_cache(maxsize=512)(row_major)
+
+
+@lru_cache(maxsize=4096)
+def _shared(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The same numbers, nearly always as the same object: layers repeat each other's geometry."""
+    return numbers
+
+
+def read_headers(blobs: Iterable[Blob]) -> None:
+    """Find the tensors of many blobs: each file is opened once and read from start to end.
+
+    CheckpointError names every blob that is damaged.
+    """
+    by_file: dict[str, list[Blob]] = {}
+    for blob in dict.fromkeys(blobs):
+        if blob.offset_bytes < 0:
+            by_file.setdefault(blob.file, []).append(blob)
+    faults = []
+    for path in sorted(by_file):
+        try:
+            with torchzip.archives(path) as file:
+                for blob in sorted(by_file[path], key=lambda blob: blob.start_bytes):
+                    try:
+                        blob.read(file)
+                    except CheckpointError as error:
+                        faults.append(str(error))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+    raise_all(faults, "damaged tensors" if len(faults) > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Late):
+    """A box of a blob's tensor, its dims in any order; or one of a tensor flattened in the blob."""
+
+    blob: Blob
+    first: tuple[int, ...]  # its first element, in the blob's tensor
+    sizes: tuple[int, ...]  # elements
+    dims: tuple[int, ...] = ()  # the dims of the blob's tensor that its own are
+    steps: tuple[int, ...] | None = None  # of a flattened tensor: its strides, in elements
+
+    @property
+    def file(self) -> str:
+        return self.blob.file
+
+    @property
+    def dtype(self) -> str:
+        return self.blob.dtype
+
+    def view(self) -> View:
+        """Where the elements lie; CheckpointError as ``Blob.find``."""
+        blob, steps = self.blob, self.steps
+        blob.find()
+        if steps is None:
+            steps = _shared(tuple(blob.strides[dim] for dim in self.dims))
+        elif blob.box.sizes[-1] > 1 and blob.strides[-1] != 1:
+            raise CheckpointError(
+                f"{blob.file}: {blob.name} at byte {blob.start_bytes}: its elements lie "
+                f"{blob.strides[-1]} apart; a flattened tensor has them in turn"
+            )
+        start = sum(i * step for i, step in zip(self.first, blob.strides, strict=True))
+        offset = blob.offset_bytes + start * ITEMSIZE[blob.dtype]
+        return View(blob.file, offset, self.sizes, steps, blob.dtype)
+
+    @classmethod
+    def find(cls, places: Sequence[Late]) -> None:
+        """Read the headers of all their blobs."""
+        read_headers(place.blob for place in places if isinstance(place, Part))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A box of a tensor in one blob: all that the blob holds, or, flattened, a run of it."""
+
+    blob: Blob
+    start: int = 0  # flattened: its first element, in the blob's last dim
+    steps: tuple[int, ...] | None = None  # flattened: its strides, in elements
+
+    def part(self, at: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int, ...]) -> Part:
+        """The box at ``at`` of this one, as a tensor whose dims are ``dims`` of this one."""
+        if self.steps is None:
+            return Part(self.blob, _shared(at), sizes, _shared(dims))
+        element = self.start + sum(i * step for i, step in zip(at, self.steps, strict=True))
+        first = (0,) * (len(self.blob.box.sizes) - 1) + (element,)
+        steps = _shared(tuple(self.steps[dim] for dim in dims))
+        return Part(self.blob, first, sizes, (), steps)
 
 
 @dataclass(slots=True)
@@ -85,7 +190,7 @@ def listing(folder: Path) -> Listing:
             if (name, None) not in places:
                 raise CheckpointError(f"{file}: {name}: no file holds it")
             path, start, length = places[name, None]
-            found.objects[name] = Blob(Box((), ()), path, start, length)
+            found.objects[name] = Blob(name, "", Box((), ()), path, start, length)
             continue
         found.tensors[name] = _stored(file, name, meta, places)
     return found
@@ -97,6 +202,7 @@ _Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 def _places(file: Path, folder: Path, table: Mapping[object, object], found: Listing) -> _Places:
     """(name, offsets) -> (path, first byte, bytes)."""
     places: _Places = {}
+    paths: dict[str, str] = {}  # each once in memory
     for key, value in table.items():
         if not isinstance(key, Stub) or not isinstance(value, Stub):
             raise CheckpointError(f"{file}: storage_data holds no MetadataIndex")
@@ -109,8 +215,9 @@ def _places(file: Path, folder: Path, table: Mapping[object, object], found: Lis
             raise CheckpointError(
                 f"{file}: {name} lies in {pickles.short(path)}, no file beside it"
             )
-        where = str(folder / str(path))
-        if where not in found.files:
+        where = paths.get(str(path))
+        if where is None:
+            where = paths[str(path)] = str(folder / str(path))
             found.files[where] = regular_size(where)
         if start < 0 or length < 0 or start + length > found.files[where]:
             raise CheckpointError(
@@ -140,7 +247,8 @@ def _stored(file: Path, name: str, meta: Stub, places: _Places) -> Stored:
     corners = set()
     for chunk in chunks if isinstance(chunks, list) else []:
         row = _dict(file, chunk.state if isinstance(chunk, Stub) else None, name)
-        box = Box(_ints(file, name, row.get("offsets")), _ints(file, name, row.get("sizes")))
+        sizes = _ints(file, name, row.get("sizes"))
+        box = Box(_ints(file, name, row.get("offsets")), _shared(sizes))
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
             o >= 0 and o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)
         )
@@ -153,7 +261,7 @@ def _stored(file: Path, name: str, meta: Stub, places: _Places) -> Stored:
         if box.numel and box.offsets in corners:
             raise CheckpointError(f"{file}: {name}: two chunks lie at {list(box.offsets)}")
         corners.add(box.offsets)
-        found.blobs.append(Blob(box, *place))
+        found.blobs.append(Blob(name, dtype, box, *place))
         count += box.numel
     total = 1
     for n in shape:

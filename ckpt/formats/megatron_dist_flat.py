@@ -11,15 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..containers.blueprint import Entry
-from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError
 from ..family import Placed, build_mesh, mesh_flags, place
 from ..layout import default_layout, rounds
-from ..manifest import View
 from ..mesh import split_by_counts, split_evenly
 from . import megatron_files, megatron_optim
-from .megatron_dist_files import Stored
+from .megatron_dist_files import Blob, Part, Stored
 from .megatron_optim import Param, registration_key
 
 if TYPE_CHECKING:
@@ -149,12 +146,10 @@ def _buffer(
         if flat is None:
             total = sum(p.numel for p in pool)
             return f"{key}: buckets of {lengths} elements fit no {len(pool)} parameters of {total}"
-        blobs: list[tuple[int, Entry, str]] = []
+        blobs: list[tuple[int, Blob]] = []
         base = 0
         for i in range(len(parts)):
-            for blob in parts[i].blobs:
-                entry = blob.entry(parts[i].name, parts[i].dtype)
-                blobs.append((base + blob.box.offsets[0], entry, blob.file))
+            blobs += [(base + blob.box.offsets[0], blob) for blob in parts[i].blobs]
             base += lengths[i]
         for span in flat.spans:
             if key == "param" and span.param.dtype == "F32":
@@ -171,17 +166,15 @@ def _span(
     state: str,
     span: megatron_optim.Span,
     placed: Placed,
-    blobs: Sequence[tuple[int, Entry, str]],
+    blobs: Sequence[tuple[int, Blob]],
 ) -> None:
     """A parameter's elements, in the pieces in which data-parallel ranks wrote them."""
-    for first, entry, file in blobs:
+    for first, blob in blobs:
         start = max(0, first - span.start)
-        stop = min(span.param.numel, first + entry.shape[0] - span.start)
+        stop = min(span.param.numel, first + blob.box.sizes[0] - span.start)
         if start >= stop:
             continue
-        size = ITEMSIZE[entry.dtype]
-        base = entry.offset_bytes + (span.start - first) * size
         for piece in placed.clip(start, stop):
-            offset, strides = placed.bytes_at(piece, base, size)
-            view = View(file, offset, piece.box.sizes, strides, entry.dtype)
-            reader.gather.view(state, piece, view, placed.name)
+            element, steps = placed.bytes_at(piece, span.start - first, 1)
+            part = Part(blob, (element,), piece.box.sizes, steps=steps)
+            reader.gather.view(state, piece, part, placed.name)

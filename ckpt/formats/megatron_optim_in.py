@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from ..containers.files import Files
 from ..containers.pickles import TensorRef
 from ..dtypes import ITEMSIZE
 from ..family import Placed
-from ..manifest import Chunk
+from ..manifest import Chunk, View, locate
 from . import megatron_args, megatron_optim
 from .gather import Gather
 from .megatron_files import FLAT, RankFile
@@ -410,39 +410,76 @@ def _samples(files: Files, path: str, entry: Entry) -> Iterator[tuple[int, Array
         yield at, np.frombuffer(data, raw(entry.dtype))
 
 
-def differing_views(name: str, masters: Sequence[Chunk], weights: Sequence[Chunk]) -> str:
-    """The first elements that a chunk of masters and one of weights share must agree."""
-    from ..cast import cast, values
+def differing_chunks(rows: Iterable[tuple[str, Sequence[Chunk], Sequence[Chunk]]]) -> str:
+    """Masters whose chunks do not round to the weights, by (name, masters, weights); "" if all do.
 
-    def at(chunk: Chunk, offsets: tuple[int, ...]) -> bytes:
-        view = chunk.view.narrow(
-            tuple(o - c for o, c in zip(offsets, chunk.box.offsets, strict=True)),
-            (1,) * len(offsets),
-        )
-        raw = bytearray(ITEMSIZE[view.dtype])
-        with Files() as files:
-            files.read_into(view.file, view.offset_bytes, memoryview(raw))
-        return bytes(raw)
+    Compared are the first and the last element that the first and the last chunk of masters share
+    with each chunk of weights. Headers and elements are read file by file.
+    """
+    pairs = [
+        (name, chunk, other, offsets)
+        for name, masters, weights in rows
+        for chunk in dict.fromkeys((masters[0], masters[-1]))
+        for other in weights
+        for offsets in _corners(chunk, other)
+    ]
+    locate(chunk for _, *both, _ in pairs for chunk in both)
+    places = [(_at(one, at), _at(two, at)) for _, one, two, at in pairs]
+    found = _elements(view for both in places for view in both)
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for i, (one, two) in enumerate(places):
+        kinds.setdefault((one.dtype, two.dtype), []).append(i)
+    wrong: dict[int, str] = {}
+    for (theirs, ours), members in kinds.items():
+        sides = [[found[_key(places[i][side])] for i in members] for side in (0, 1)]
+        for i, x, y in zip(members, *_rounded(theirs, ours, sides), strict=True):
+            if x != y and (x == x or y == y):
+                name, *_, at = pairs[i]
+                wrong[i] = f"{name}{list(at)}: the master rounds to {x}, the weight is {y}"
+    return wrong[min(wrong)] if wrong else ""
 
+
+def _rounded(theirs: str, ours: str, sides: list[list[bytes]]) -> tuple[list[float], list[float]]:
+    """Masters cast to the weights' dtype, and the weights, of single elements' bytes."""
     import numpy as np
 
-    from ..cast import raw as raw_type
+    from ..cast import cast, raw, values
 
-    for chunk in (masters[0], masters[-1]):
-        for other in weights:
-            common = chunk.box.intersect(other.box)
-            if common is None or not common.numel:
-                continue
-            ends = (
-                common.offsets,
-                tuple(o + n - 1 for o, n in zip(common.offsets, common.sizes, strict=True)),
-            )
-            for offsets in ends:
-                one = np.frombuffer(at(chunk, offsets), raw_type(chunk.view.dtype))
-                two = np.frombuffer(at(other, offsets), raw_type(other.view.dtype))
-                dtype = other.view.dtype
-                x = values(cast(one, chunk.view.dtype, dtype), dtype).tolist()[0]
-                y = values(two, dtype).tolist()[0]
-                if x != y and (x == x or y == y):
-                    return f"{name}{list(offsets)}: the master rounds to {x}, the weight is {y}"
-    return ""
+    masters, weights = (
+        np.frombuffer(b"".join(side), raw(dtype))
+        for side, dtype in zip(sides, (theirs, ours), strict=True)
+    )
+    return values(cast(masters, theirs, ours), ours).tolist(), values(weights, ours).tolist()
+
+
+def _corners(one: Chunk, two: Chunk) -> tuple[tuple[int, ...], ...]:
+    """The first and the last element of a logical tensor that both chunks hold."""
+    common = one.box.intersect(two.box)
+    if common is None or not common.numel:
+        return ()
+    return (
+        common.offsets,
+        tuple(o + n - 1 for o, n in zip(common.offsets, common.sizes, strict=True)),
+    )
+
+
+def _at(chunk: Chunk, offsets: tuple[int, ...]) -> View:
+    """One element of a logical tensor."""
+    inside = tuple(o - c for o, c in zip(offsets, chunk.box.offsets, strict=True))
+    return chunk.view.narrow(inside, (1,) * len(offsets))
+
+
+def _key(view: View) -> tuple[str, int, int]:
+    """(file, first byte, bytes) of a single element."""
+    return view.file, view.offset_bytes, ITEMSIZE[view.dtype]
+
+
+def _elements(places: Iterable[View]) -> dict[tuple[str, int, int], bytes]:
+    """The bytes of single elements, read file by file."""
+    found: dict[tuple[str, int, int], bytes] = {}
+    with Files() as files:
+        for key in sorted({_key(view) for view in places}):
+            data = bytearray(key[2])
+            files.read_into(key[0], key[1], memoryview(data))
+            found[key] = bytes(data)
+    return found

@@ -190,7 +190,8 @@ def load_classic(job: Job) -> tuple[list[Any], Any, dict[str, Any]]:
     if made is not None:
         made.load_state_dict(found["optimizer"])
         if job["optimizer"] == "distributed":
-            made.load_parameter_state(str(folder / "distrib_optim.pt"))
+            with torch.no_grad():  # 0.16.1 has it for torch_dist alone; fp32 parameters need it
+                made.load_parameter_state(str(folder / "distrib_optim.pt"))
     return chunks, made, {}
 
 
@@ -241,14 +242,21 @@ def run(job: Job) -> dict[str, Any]:
     if job["optimizer"] == "distributed":
         # what Megatron-LM would save as distrib_optim.pt; None but on the first data-parallel rank
         said["flat"] = part.get_parameter_state_dp_zero()
-        return said
-    said["named"] = {}
-    for head, chunk in zip(names(chunks), chunks, strict=True):
+        if job["layout"]["dp"] > 1:
+            return said  # each rank has ranges of parameters
+    said["named"] = {head: {} for head in said["model"]}
+    for head, chunk in zip(said["named"], chunks, strict=True):
         for name, param in chunk.named_parameters():
-            main = getattr(param, "main_param", param)
-            rows = {"master": main, **part.optimizer.state[main]}
-            said["named"][head] = said["named"].get(head, {}) | {
-                f"{state}/{name}": x.detach() for state, x in rows.items() if state != "step"
+            if job["optimizer"] == "distributed":
+                held = part._get_main_param_and_optimizer_states(param)
+                rows = {"master": held.pop("param"), **held}
+            else:
+                main = getattr(param, "main_param", param)
+                rows = {"master": main, **part.optimizer.state[main]}
+            said["named"][head] |= {
+                f"{state}/{name}": x.detach().view(param.shape)
+                for state, x in rows.items()
+                if state != "step"
             }
     return said
 

@@ -169,6 +169,15 @@ CASES = [
             oracle=f"{FULL}__to_tp1pp1dp1_torch", logits=f"{DP}dpreshard_torch_dist", **PLAIN),
     classic("plain-to-flat", f"{LLAMA}_torch", at(dp=2), options=SHARDED,
             oracle=WHOLE[LLAMA], **SPREAD),
+    # the same with parameters of fp32, virtual stages, and an embedding in a bucket of its own
+    *(
+        made(f"{head}{model}-to-flat", source, layout, options=SHARDED, oracle=oracle, **SPREAD)
+        for head, made in (("", classic), ("dist-", dist))
+        for model, source, layout, oracle in (
+            ("llama8-vpp", WHOLE[LLAMA8], at(2, 2, vpp=2), f"{LLAMA8}_torch"),
+            ("gpt2-tp2pp2", f"{GPT2}_torch_dist", at(2, 2), f"{GPT2}_torch"),
+        )
+    ),
     # from shards as the trainer writes them
     classic("native-tp1", f"native:{LLAMA}_torch", at(), oracle=WHOLE[LLAMA], fused_adam=True,
             **PLAIN),
@@ -177,7 +186,9 @@ CASES = [
 ]  # fmt: skip
 TO_FLAT = [c for c in CASES if c.name.endswith("plain-to-flat")]
 TO_PLAIN = [c for c in CASES if c.name.endswith("flat-to-plain")]
-SAME_FORM = [c for c in CASES if c.oracle and c.optimizer and c not in TO_FLAT + TO_PLAIN]
+FP32_TO_FLAT = [c for c in CASES if c.name.endswith("-to-flat") and c not in TO_FLAT]
+CROSSED = TO_FLAT + TO_PLAIN + FP32_TO_FLAT
+SAME_FORM = [c for c in CASES if c.oracle and c.optimizer and c not in CROSSED]
 NATIVE_GROUPS = [
     {"step": 3, "lr": 0.25, "weight_decay": decay, "betas": [0.5, 0.75], "eps": 0.125}
     for decay in (0.5, 0.0)
@@ -379,6 +390,20 @@ def test_a_plain_optimizers_state_is_loaded_by_a_distributed_one(case, loaded, g
         if d == 0:
             found = dict(_by_name(_flat_values(said["flat"]), files[t, p]))
             assert list(_same(found, wanted[t, p], f"{t},{p}")) == []
+
+
+@_of(FP32_TO_FLAT)
+def test_fp32_parameters_and_virtual_stages_reach_a_distributed_optimizer(case, loaded) -> None:
+    """What it holds of each parameter is what a plain one holds that loaded the oracle's equal."""
+    plain = next(
+        c for c in SAME_FORM
+        if (c.oracle, c.layout, c.optimizer) == (case.oracle, case.layout, "plain")
+    )  # fmt: skip
+    wanted = loaded(plain)
+    for rank, said in loaded(case).items():
+        assert said["class"] == "DistributedOptimizer"
+        assert list(_same(said["named"], wanted[rank]["named"], str(rank))) == []
+        assert [g["step"] for g in said["optimizer"]["optimizer"]["param_groups"]] == [3, 3]
 
 
 @_of(TO_PLAIN)

@@ -77,7 +77,8 @@ class Checkpoint:
     padded_vocab: int | None = None
     vocab_multiple: int = 128  # rows are padded to a multiple of this times tp
     files: list[RankFile] = field(default_factory=list)
-    digests: dict[str, tuple[int, str]] = field(default_factory=dict)  # name -> size, xxh3-128
+    # path below this one -> size, xxh3-128 or ""
+    digests: dict[str, tuple[int, str]] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)  # stored names that repeat another tensor
     left_out: list[tuple[str, int]] = field(default_factory=list)  # (reason, bytes), per tensor
     notes: list[str] = field(default_factory=list)  # lines that the user is to see
@@ -192,14 +193,19 @@ def is_file_name(name: object) -> bool:
     return True
 
 
+def is_path_below(name: object) -> bool:
+    """Whether a name that a file mentions is a path below its folder, spelled in one way only."""
+    return isinstance(name, str) and all(is_file_name(part) for part in name.split("/"))
+
+
 def read_digests(table: object, origin: Path) -> dict[str, tuple[int, str]]:
-    """File name -> (size, xxh3-128 or ""), from the ``files`` of ``origin``."""
+    """Path below its folder -> (size, xxh3-128 or ""), from the ``files`` of ``origin``."""
     if table is not None and not isinstance(table, dict):
         raise CheckpointError(f"{origin}: files is a {type(table).__name__}, not name -> size")
     found = {}
     for name, row in (table or {}).items():
-        if not is_file_name(name):
-            raise CheckpointError(f"{origin}: files names {name!r}, no file of its own folder")
+        if not is_path_below(name):
+            raise CheckpointError(f"{origin}: files names {name!r}, no file below its own folder")
         size = row.get("size") if isinstance(row, dict) else None
         mark = row.get("xxh3_128", "") if isinstance(row, dict) else ""
         if type(size) is not int or not isinstance(mark, str):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint import CHECKSUMS, Checkpoint, Design, Model, ReadOptions, find_config
+from .checkpoint import Checkpoint, Design, Model, ReadOptions, find_config
 from .dtypes import CASTABLE, TO_TORCH, parse_dtype
 from .errors import CheckpointError
 from .family import build_mesh
@@ -21,7 +21,7 @@ from .manifest import STATES, SideFile, TensorMeta, category_of, is_padding
 from .mesh import AXES, interleaved, named_axes, split_by_counts
 from .planner import Tolerance, by_category
 from .reader import read_checkpoint
-from .target import Order, Target, main_dtype
+from .target import Order, Target, checksums, main_dtype
 
 if TYPE_CHECKING:
     from .verifier import Verdict
@@ -320,7 +320,7 @@ def merge(
         )
 
     def sides(made: Design, files: Mapping[str, tuple[int, str]]) -> list[SideFile]:
-        return [] if single else _merge_sides(ckpt, to, made, files, options, metas)
+        return [] if single else _merge_sides(ckpt, to, made, files, metas)
 
     drop = by_category(
         {
@@ -399,17 +399,13 @@ def _merge_sides(
     to: MergeOptions,
     made: Design,
     files: Mapping[str, tuple[int, str]],
-    options: RunOptions,
     metas: Mapping[str, TensorMeta],
 ) -> list[SideFile]:
     """Config, tokenizer and the rest."""
     dtype = main_dtype(metas) if to.dtype or to.from_master else None
     found = _with_vocab(_with_dtype(ckpt.manifest.side_files, dtype), ckpt.model)
     found += made.manifest.side_files
-    if options.checksum:
-        table = {name: {"size": size, "xxh3_128": mark} for name, (size, mark) in files.items()}
-        found.append(SideFile(CHECKSUMS, text=json.dumps({"files": table}, indent=2) + "\n"))
-    return found
+    return found + checksums(files)
 
 
 def verify_merge(

@@ -6,12 +6,13 @@ a new output format is one new file.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from .checkpoint import Checkpoint, Design, Model
+from .checkpoint import CHECKSUMS, Checkpoint, Design, Model
 from .manifest import SideFile, TensorMeta, category_of
 from .mesh import Mesh
 
@@ -63,6 +64,14 @@ class Writer(Protocol):
         Called twice: before anything is written without digests, and at the end.
         """
         ...
+
+
+def checksums(files: Written) -> list[SideFile]:
+    """The file that records digests; none where none were asked for, or before they are made."""
+    if not any(mark for _, mark in files.values()):
+        return []
+    table = {name: {"size": size, "xxh3_128": mark} for name, (size, mark) in files.items()}
+    return [SideFile(CHECKSUMS, text=json.dumps({"files": table}, indent=2) + "\n")]
 
 
 def main_dtype(metas: Mapping[str, TensorMeta]) -> str:

@@ -299,12 +299,34 @@ def _verify_one(ckpt: Checkpoint, options: RunOptions) -> Verdict:
 def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> None:
     """Recorded sizes and digests against the files."""
     recorded = {str(ckpt.path / name): row for name, row in sorted(ckpt.digests.items())}
+    for path in _leading_out(ckpt, recorded):
+        verdict.differences.append(
+            f"{path}: is {os.path.realpath(path)}, outside of {ckpt.path}; not read"
+        )
+        del recorded[path]
     for path, (size, _) in recorded.items():
-        now = os.path.getsize(path) if os.path.isfile(path) else -1
-        if now != size:
-            verdict.differences.append(f"{path}: {now} bytes, {size} are recorded")
+        now = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "no file is there"
+        if now != f"{size} bytes":
+            verdict.differences.append(f"{path}: {now}, {size} bytes are recorded")
     marked = [path for path, (_, mark) in recorded.items() if mark and os.path.isfile(path)]
     for path, found in sorted(digests(marked, options.threads).items()):
         if found != recorded[path][1]:
             verdict.differences.append(f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded")
     verdict.notes.append(f"digests: {len(marked)} of {len(recorded)} files had one recorded")
+
+
+def _leading_out(ckpt: Checkpoint, recorded: Iterable[str]) -> list[str]:
+    """Recorded paths whose links lead to folders that reading the checkpoint does not enter.
+
+    A list of digests may be anybody's, and to say a file's digest is to tell of its contents.
+    """
+    own = {file.path for file in ckpt.files}
+    inside = [os.path.realpath(p) for p in {str(ckpt.path), *map(os.path.dirname, own)}]
+    found = []
+    for path in recorded:
+        real = os.path.realpath(path)
+        if path not in own and not any(
+            real.startswith(folder.rstrip(os.sep) + os.sep) for folder in inside
+        ):
+            found.append(path)
+    return found

@@ -174,6 +174,7 @@ class _Reader:
             result.vocab_multiple = multiple
         dp = self.args.get("data_parallel_size")
         result.dp = dp if type(dp) is int and dp > 0 else 1
+        result.digests = megatron_files.recorded(self.path, self.folder)
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes
         if self.config is not None:

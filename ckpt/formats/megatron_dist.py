@@ -197,6 +197,7 @@ class _Reader:
         count = Counter(b.file for s in self.listing.tensors.values() for b in s.blobs)
         for file, size in sorted(self.listing.files.items()):
             result.files.append(RankFile(file, "", size, count[file]))
+        result.digests = megatron_files.recorded(self.path, self.folder)
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes
         own = {DESCRIBES, "transformer_config.json"} if self.path == self.folder else set()

@@ -23,7 +23,7 @@ from ..errors import raise_all
 from ..family import Placed, build_mesh, logical_shapes, place
 from ..layout import default_layout, rounds
 from ..manifest import Chunk, Manifest, SideFile, View
-from ..target import Order, Written
+from ..target import Order, Written, checksums
 from . import megatron_args, megatron_names, megatron_out, shards_out
 from .megatron_dist_files import COMMON, DESCRIBES, METADATA
 from .megatron_files import TRACKER
@@ -47,11 +47,12 @@ def design(order: Order, root: Path) -> Design:
 
 
 def sides(order: Order, made: Design, files: Written) -> list[SideFile]:
-    """What travels along, then the description without which a save is unfinished, the tracker."""
+    """What travels along, digests, the description that marks a finished save, and the tracker."""
     kept = [s for s in order.sides if s.name not in (TRACKER, DESCRIBES)]
     step = order.target.step or 0
     return [
         *kept,
+        *checksums(files),
         SideFile(f"iter_{step:07d}/{DESCRIBES}", text=_DESCRIPTION),
         SideFile(TRACKER, text=str(step)),
     ]

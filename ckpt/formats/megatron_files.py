@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..checkpoint import CHECKSUMS, load_json, read_digests
 from ..containers import torchzip
 from ..containers.blueprint import Entry, Index
 from ..errors import CheckpointError, raise_all
@@ -277,10 +278,25 @@ def _differing(what: str, said: Mapping[str, object]) -> list[str]:
     return [f"the ranks are of different saves: {what} is {rows}"]
 
 
+def recorded(path: Path, folder: Path) -> dict[str, tuple[int, str]]:
+    """Sizes and digests of an iteration's files, by paths below ``path``.
+
+    They are recorded beside the folders of iterations, also where ``path`` is one of these.
+    """
+    root = folder.parent if path == folder and ITERATION.fullmatch(folder.name) else path
+    file = root / CHECKSUMS
+    if not file.is_file():
+        return {}
+    below = "" if root == folder else folder.relative_to(root).as_posix() + "/"
+    cut = len(below) if path == folder else 0
+    found = read_digests(load_json(file).get("files"), file)
+    return {name[cut:]: row for name, row in found.items() if name.startswith(below)}
+
+
 def beside(path: Path) -> tuple[list[SideFile], list[str]]:
     """Files that travel with the weights (config, tokenizer), and notes on those that do not."""
     sides, accelerate, rest = [], [], []
-    own = {TRACKER, "progress.txt", *FILES, FLAT}
+    own = {TRACKER, CHECKSUMS, "progress.txt", *FILES, FLAT}
     for child in sorted(path.iterdir()):
         name = child.name
         if name in own or RANK.fullmatch(name) or ITERATION.fullmatch(name) or name[0] == ".":

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, raise_all
 from ..family import Placed
 from ..manifest import STATES, Chunk, Manifest, SideFile, View
 from ..mesh import Coord, runs
-from ..target import Order, Written, main_dtype
+from ..target import Order, Written, checksums, main_dtype
 from . import megatron_args, megatron_files, megatron_names, megatron_optim, shards_out
 from .megatron_files import FILES, FLAT, TRACKER
 from .megatron_optim import Param, registration_key
@@ -44,10 +44,11 @@ def design(order: Order, root: Path) -> Design:
 
 
 def sides(order: Order, made: Design, files: Written) -> list[SideFile]:
-    """What travels along, and the tracker file last."""
+    """What travels along, digests, and the tracker file last."""
     kept = [s for s in order.sides if s.name != TRACKER]
     step = order.target.step
-    return [*kept, SideFile(TRACKER, text="release" if step is None else str(step))]
+    tracker = SideFile(TRACKER, text="release" if step is None else str(step))
+    return [*kept, *checksums(files), tracker]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from shardwright.ckpt.checkpoint import load_model
 from shardwright.tools import train_ckpt
 from shardwright.train import advice, doctor, topology
 from shardwright.train.config import Batch, Parallelism, Recompute, TrainConfig
-from shardwright.train.errors import TrainError
+from shardwright.train.errors import LOST_A_RANK, WAITED_IN_VAIN, TrainError
 from shardwright.train.machine import parse_gpus
 
 RECORDED = Path(__file__).parent / "topologies"
@@ -137,25 +137,46 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_said() -> None:
     assert advice.vocabulary(51200, 8, 128).level == "ok"
 
 
-def test_a_hang_is_answered_with_a_longer_limit_and_the_network() -> None:
-    said = advice.hang(10, "Timed out waiting 600000ms")
-    for part in ("waited 10 minutes", "--timeout-minutes 30", "NCCL_DEBUG=INFO", "py-spy"):
-        assert part in said
+def test_what_a_collectives_error_means_is_told_by_its_words() -> None:
+    late = advice.lost(RuntimeError("Timed out waiting 600000ms for recv"), 10, "step 3, data")
+    assert str(late) == "step 3, data: waited 10 minutes for another rank (Timed out waiting " \
+                        "600000ms)"  # fmt: skip
+    nccl = advice.lost(RuntimeError("Watchdog caught collective operation timeout: x"), 10)
+    assert str(nccl).startswith("waited 10 minutes for another rank")
+    gone = advice.lost(RuntimeError("Connection closed by peer [10.0.0.1]:5"), 10)
+    assert (late.code, nccl.code, gone.code) == (WAITED_IN_VAIN, WAITED_IN_VAIN, LOST_A_RANK)
+    assert advice.lost(RuntimeError("shapes differ"), 10) is None
 
 
-def _times(rank: int, step: float, compute: float, stage: int = 0) -> advice.StepTimes:
-    return advice.StepTimes(rank, stage, step, 0.0, step, step, compute)
+def _times(rank: int, step: float, compute: float, data: float = 0.0) -> advice.StepTimes:
+    return advice.StepTimes(rank, 0, step, data, step - data, step - data, compute)
 
 
-def test_a_slow_step_names_the_rank_that_worked_longest_or_the_network() -> None:
+def test_what_tensor_parallel_ranks_have_beyond_the_least_of_them_is_waiting() -> None:
+    times = [
+        _times(0, 4.0, 3.9),
+        _times(1, 4.0, 0.9, 3.0),
+        _times(2, 4.0, 0.8),
+        _times(3, 4.0, 0.9),
+    ]
+    assert [w.total for w in advice.work(times, 2)] == pytest.approx([0.9, 3.9, 0.8, 0.8])
+    assert [w.total for w in advice.work(times, 1)] == pytest.approx([3.9, 3.9, 0.8, 0.9])
+
+
+def test_ranks_that_are_slow_at_once_are_all_named_and_usual_steps_say_nothing() -> None:
     config = TrainConfig(batch=Batch(1, 1, 2), world_size=2)
-    slow = advice.Slow(9, 1.0)
-    lone = advice.report(config, 9, [_times(0, 4.0, 0.9), _times(1, 4.0, 3.9)], 4, slow)
-    assert "step 9 took 4 s, usual are 1 s" in lone.lines[0]
-    assert "straggler: rank 1 worked 3.9 s" in "\n".join(lone.lines)
-    both = advice.report(config, 9, [_times(0, 4.0, 0.9), _times(1, 4.0, 0.9)], 4, slow)
-    assert "network" in "\n".join(both.lines)
-    assert advice.report(config, 9, [_times(0, 1.0, 0.9)] * 2, 4, None).lines == ()
+    usual = [_times(0, 1.0, 0.9), _times(1, 1.0, 0.8)]
+    slow = advice.Slow(9, 1.0, usual)
+    both = advice.report(config, 9, [_times(0, 4.0, 3.9), _times(1, 4.0, 3.8)], 4, slow)
+    assert "ranks: each of ranks 0,1 worked 3.9 s" in "\n".join(both.lines)
+    assert advice.report(config, 9, usual, 4, None).lines == ()
+
+
+def test_stages_that_wait_for_more_than_their_bubble_are_not_told_to_be_fewer() -> None:
+    said = _said(advice.bubble(replace(PIPED, batch=Batch(1, 64, 2)), 16, measured=0.4))
+    assert "waited 40%" in said
+    assert "the rest is exchange between stages" in said
+    assert "less PP" not in said
 
 
 # --- in runs -----------------------------------------------------------------------------------

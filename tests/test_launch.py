@@ -96,7 +96,8 @@ def test_machines_that_meet_by_c10d_number_themselves(
     assert _start(tmp_path, *machines.split(), "--rdzv-backend", "c10d", tp=2, pp=2) == 0
     command = started[0].command
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29611"} <= set(command)
-    assert "--rdzv-conf=is_host=1" in command
+    (conf,) = [word for word in command if word.startswith("--rdzv-conf=")]
+    assert conf == "--rdzv-conf=is_host=1,join_timeout=600,read_timeout=600"
     assert [word for word in command if word.startswith("--rdzv-id=")]
     assert not [word for word in command if word.startswith(("--node-rank", "--master"))]
     assert started[0].environment["GLOO_SOCKET_IFNAME"] == "mine", "the user's choice is kept"

@@ -11,8 +11,11 @@ with ranks that do what `FAULTS` says.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import gc
+import io
 import json
 import os
 import signal
@@ -176,6 +179,11 @@ def job(run: Run, place: Path) -> Job:
     return run.world, "train", {"argv": run.argv(place), "stop_at": run.stop_at}
 
 
+def command(run: Run, place: Path) -> Job:
+    """A run with its fault as a job whose ranks return what the command says."""
+    return run.world, "train_command", {"argv": run.argv(place), "fault": run.fault}
+
+
 def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
     """In a rank: what every job returned; None for those of fewer ranks."""
     rank, found = int(os.environ["RANK"]), []
@@ -208,9 +216,8 @@ def train(argv: Sequence[str], stop_at: int | None = None) -> str:
     from shardwright.train import loop
     from shardwright.train.errors import TrainError
 
-    asked = loop.Trainer._asked_to_stop
     if stop_at is not None:
-        loop.Trainer._asked_to_stop = lambda trainer: trainer.step >= stop_at  # type: ignore[method-assign]
+        _patch(loop.Trainer, "_asked_to_stop", lambda trainer: trainer.step >= stop_at)
     try:
         loop.main(_config(argv))
         return ""
@@ -218,7 +225,31 @@ def train(argv: Sequence[str], stop_at: int | None = None) -> str:
         _leave()
         return f"{type(error).__name__}: {error}"
     finally:
-        loop.Trainer._asked_to_stop = asked  # type: ignore[method-assign]
+        _restore()
+
+
+def train_command(argv: Sequence[str], fault: str | None = None) -> dict[str, Any]:
+    """A rank of the command itself, as a launcher starts it: its exit code and what it said."""
+    from shardwright.tools import train_ckpt
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    _patch(os, "_exit", leave)  # this process has more jobs to do
+    _patch(train_ckpt, "time", argparse.Namespace(sleep=lambda seconds: None))  # nobody ends it
+    if fault is not None:
+        FAULTS[fault]()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code: object = train_ckpt.main(argv)
+        except SystemExit as end:
+            code = end.code
+        finally:
+            _restore()
+    _leave()
+    print(said.getvalue(), flush=True)
+    return {"code": code, "said": said.getvalue()}
 
 
 def train_poisoned(argv: Sequence[str], rank: int, after: int) -> str:
@@ -228,11 +259,8 @@ def train_poisoned(argv: Sequence[str], rank: int, after: int) -> str:
         with torch.no_grad():
             trainer.engine.named["decoder.layers.0.input_layernorm.weight"][0] = torch.nan
 
-    restore = _before_step(after, rank, poison)
-    try:
-        return train(argv)
-    finally:
-        restore()
+    _before_step(after, rank, poison)
+    return train(argv)
 
 
 def _leave() -> None:
@@ -443,8 +471,22 @@ class Launch:
 FAULT = "TRAIN_RUNS_FAULT"
 
 
-def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> Callable[[], None]:
-    """Let a rank do something before the step after ``when``; how to stop that."""
+_patched: list[tuple[Any, str, Any]] = []  # what `_patch` replaced
+
+
+def _patch(owner: Any, name: str, value: object) -> None:
+    """Replace an attribute until `_restore`."""
+    _patched.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+def _restore() -> None:
+    while _patched:
+        setattr(*_patched.pop())
+
+
+def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> None:
+    """Let a rank do something before the step after ``when``."""
     from shardwright.train import loop
 
     step = loop.Trainer._one_step
@@ -454,11 +496,7 @@ def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> Callable[[
             act(trainer)
         step(trainer, *args)
 
-    def restore() -> None:
-        loop.Trainer._one_step = step  # type: ignore[method-assign]
-
-    loop.Trainer._one_step = patched  # type: ignore[method-assign]
-    return restore
+    _patch(loop.Trainer, "_one_step", patched)
 
 
 def _killed_while_saving() -> None:
@@ -477,7 +515,7 @@ def _killed_while_saving() -> None:
         (trainer.save_dir / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    state._write_file = never_ends
+    _patch(state, "_write_file", never_ends)
     _before_step(5, 3, die)
 
 
@@ -506,11 +544,114 @@ def _no_memory() -> None:
     _before_step(2, 1, lambda trainer: torch.empty(1 << 50))
 
 
-FAULTS = {
+def _no_memory_at_first() -> None:
+    """The same in a pass of rank 0, the first stage; its process lives on, so others wait."""
+    from shardwright.train import engine
+
+    _wait_briefly()
+    _in_call(0, engine, "_forward_step", lambda: torch.empty(1 << 50), when=2)
+
+
+def _wait_briefly(seconds: float = 5.0) -> None:
+    """Collectives give up after a time that --timeout-minutes cannot say."""
+    from shardwright.train import loop
+
+    initialize = loop.initialize
+    _patch(
+        loop,
+        "initialize",
+        lambda *args, **named: initialize(*args, **named | {"timeout_s": seconds}),
+    )
+
+
+def _stays_away(seconds: float) -> None:
+    """Rank 1 enters no collective for longer than the others wait, after step 3."""
+    _wait_briefly()
+    _before_step(3, 1, lambda trainer: time.sleep(seconds))
+
+
+def _in_call(rank: int, owner: Any, name: str, act: Callable[[], object], when: int) -> None:
+    """A rank does something in its first call of a function in the step after ``when``."""
+    call = getattr(owner, name)
+    due: list[bool] = []
+
+    def patched(*args, **named):
+        if due:
+            due.clear()
+            act()
+        return call(*args, **named)
+
+    _patch(owner, name, patched)
+    _before_step(when, rank, lambda trainer: due.append(True))
+
+
+def _slow_call(rank: int, owner: Any, name: str) -> None:
+    """A rank sleeps in a function once, when it is known what a usual step takes."""
+    _in_call(rank, owner, name, lambda: time.sleep(1.6), when=7)
+
+
+def _slow_data() -> None:
+    """Rank 1 waits for its samples once."""
+    from shardwright.train import data
+
+    _slow_call(1, data.Batches, "__next__")
+
+
+def _slow_forward() -> None:
+    """Rank 1 computes slowly once."""
+    from shardwright.train import engine
+
+    _slow_call(1, engine, "_forward_step")
+
+
+def _slow_network() -> None:
+    """No rank works longer, but once gradients take long to be exchanged."""
+    from shardwright.train.parallel import import_megatron
+
+    for rank in range(4):
+        _slow_call(rank, import_megatron("distributed"), "finalize_model_grads")
+
+
+def _slow_disk() -> None:
+    """A rank's files of a checkpoint take longer than the steps until the next one."""
+    from shardwright.train import state
+
+    write = state._write_file
+
+    def slow(snapshot):
+        time.sleep(0.6)
+        return write(snapshot)
+
+    _patch(state, "_write_file", slow)
+
+
+def _full_disk() -> None:
+    """Rank 1 finds no room for its files of step 4."""
+    from shardwright.train import state
+
+    write = state._write_file
+
+    def full(snapshot):
+        if os.environ["RANK"] == "1" and "checkpoint-4" in str(snapshot.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(snapshot.path))
+        return write(snapshot)
+
+    _patch(state, "_write_file", full)
+
+
+FAULTS: Mapping[str, Callable[[], None]] = {
     "killed while saving": _killed_while_saving,
     "exits": _exits,
     "raises": _raises,
     "no memory": _no_memory,
+    "no memory at first": _no_memory_at_first,
+    "stays away": lambda: _stays_away(600.0),
+    "comes late": lambda: _stays_away(8.0),
+    "slow data": _slow_data,
+    "slow forward": _slow_forward,
+    "slow network": _slow_network,
+    "slow disk": _slow_disk,
+    "full disk": _full_disk,
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from shardwright.train import config as settings
-from shardwright.train.errors import LOST_A_RANK
+from shardwright.train.errors import WAITED_IN_VAIN, LostRank
 
 from . import options
 
@@ -62,28 +61,21 @@ def _run_rank(config: settings.TrainConfig) -> int:
             time.sleep(10.0)
         raise
     except RuntimeError as error:
-        lost = _LOST.search(str(error))
+        from shardwright.train import advice, launch
+
+        minutes = config.launch.timeout_minutes
+        lost = error if isinstance(error, LostRank) else advice.lost(error, minutes)
         if lost is None:
             raise
-        if lost[0].startswith(("Timed out", "caught")):
-            from shardwright.train.advice import hang
-
-            print(f"rank {rank}: {hang(config.launch.timeout_minutes, lost[0])}", file=sys.stderr)
-        else:
-            print(f"rank {rank}: lost another rank ({lost[0]}), so it ends too", file=sys.stderr)
+        # our own launcher says once what to do, after the last rank
+        late = lost.code == WAITED_IN_VAIN and launch.ARGUMENTS not in os.environ
+        print(f"rank {rank}: {lost}{advice.hang(minutes) if late else ''}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         # The usual end would wait for threads of groups whose other ends are gone, or abort on
         # them, and the launcher would take that for the cause.
-        os._exit(LOST_A_RANK)
+        os._exit(lost.code)
     return options.DONE
-
-
-# What gloo and NCCL say when the process at the other end is gone.
-_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting \d+ms"
-    r"|caught collective operation timeout"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

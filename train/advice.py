@@ -10,15 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, median
 
 from .config import TrainConfig
+from .errors import LOST_A_RANK, WAITED_IN_VAIN, LostRank
 from .topology import Topology
 
 GIB = 2**30
 LARGE_BUBBLE = 0.2  # of a step: above it a fix gains more than a tenth
 UNEVEN = 1.15  # the slowest stage over the mean
 SLOW_DATA = 0.1  # of a step
+SLOW_SAVE = 0.05  # of the time between two saves
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
 
 
@@ -75,8 +77,13 @@ def requested_bytes(message: str) -> int | None:
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
-def memory_fixes(config: TrainConfig, memory: Memory | None = None) -> list[str]:
-    """What lowers a rank's memory in this configuration, the cheapest in speed first."""
+def memory_fixes(
+    config: TrainConfig, memory: Memory | None = None, layers: int | None = None
+) -> list[str]:
+    """What lowers a rank's memory in this configuration, the cheapest in speed first.
+
+    ``layers`` are those of the model, where the rank is on the first of several stages.
+    """
     layout, batch = config.parallelism, config.batch
     fixes = []
     if memory and memory.allocated and memory.reserved and memory.total:
@@ -99,6 +106,8 @@ def memory_fixes(config: TrainConfig, memory: Memory | None = None) -> list[str]
         )
     if batch.micro_batch_size > 1:
         fixes.append(_smaller_micro_batch(config))
+    if layers is not None and layout.pp > 1 and layout.virtual_pp_layers is None:
+        fixes += _lighter_first_stage(layout.pp_layers or _even(layers, layout.pp))
     if config.recompute.granularity == "none":
         fixes.append("--recompute selective repeats the attention in the backward pass")
     if config.recompute.granularity != "full":
@@ -125,10 +134,35 @@ def _smaller_micro_batch(config: TrainConfig) -> str:
     )
 
 
+def _lighter_first_stage(held: Sequence[int]) -> list[str]:
+    """The first stage holds the most micro-batches: each layer costs more there than later."""
+    if held[0] == 1:
+        return []
+    last = len(held) - 1
+    to = min(range(1, len(held)), key=lambda stage: (held[stage] + (stage == last), stage))
+    counts = [n + (stage == to) - (stage == 0) for stage, n in enumerate(held)]
+    return [f"--pp-layers {_listed(counts)} in place of {_listed(held)}: fewer layers on the stage "
+            "that holds the most micro-batches"]  # fmt: skip
+
+
+def _listed(counts: Iterable[int]) -> str:
+    return ",".join(map(str, counts))
+
+
 def out_of_memory(
-    config: TrainConfig, memory: Memory, *, rank: int, stage: int, step: int, where: str
+    config: TrainConfig,
+    memory: Memory,
+    *,
+    rank: int,
+    stage: int,
+    step: int,
+    where: str,
+    layers: int | None = None,
 ) -> str:
-    """The error of a rank that ran out of memory: what was measured, then a line per fix."""
+    """The error of a rank that ran out of memory: what was measured, then a line per fix.
+
+    ``stage`` counts from 0; ``layers`` are those of the model.
+    """
     layout, batch = config.parallelism, config.batch
     at = f"rank {rank} (stage {stage + 1} of {layout.pp})" if layout.pp > 1 else f"rank {rank}"
     shape = (
@@ -137,7 +171,8 @@ def out_of_memory(
         f"recompute {config.recompute.granularity}"
     )
     head = f"step {step}: {at} is out of memory in the {where}: {memory}; {shape}. Any of these:"
-    return head + "".join(f"\n  - {fix}" for fix in memory_fixes(config, memory))
+    fixes = memory_fixes(config, memory, layers if stage == 0 else None)
+    return head + "".join(f"\n  - {fix}" for fix in fixes)
 
 
 # --- pipelines ---------------------------------------------------------------------------------
@@ -156,12 +191,8 @@ def bubble(
     config: TrainConfig, layers: int | None = None, measured: float | None = None
 ) -> Finding:
     """How long stages wait for each other; ``measured`` is the share that a run saw."""
-    layout, batch = config.parallelism, config.batch
-    pp, m = layout.pp, batch.num_micro_batches
-    chunks = 1
-    if layout.virtual_pp_layers and layers:
-        chunks = layers // (pp * layout.virtual_pp_layers)
-    expected = bubble_share(pp, m, chunks)
+    pp, m = config.parallelism.pp, config.batch.num_micro_batches
+    expected = _bubble_of(config, layers)
     share = expected if measured is None else measured
     what = f"stages of pp={pp} wait {expected:.0%} of a step with {_times(m)}"
     if measured is not None:
@@ -169,7 +200,20 @@ def bubble(
                f"makes {expected:.0%} unavoidable"  # fmt: skip
     if share < LARGE_BUBBLE or pp == 1:
         return Finding(OK, "bubble", what)
+    if expected < LARGE_BUBBLE:  # what the layout makes of it is small: the rest is no bubble
+        return Finding(
+            WARNING, "bubble", f"{what}; the rest is exchange between stages, or a slow rank",
+            ("larger micro-batches, whose passes outlast their exchange",
+             "train-ckpt doctor on each machine tries the links"),
+        )  # fmt: skip
     return Finding(WARNING, "bubble", what, tuple(_bubble_fixes(config, layers)))
+
+
+def _bubble_of(config: TrainConfig, layers: int | None) -> float:
+    layout, chunks = config.parallelism, 1
+    if layout.virtual_pp_layers and layers:
+        chunks = layers // (layout.pp * layout.virtual_pp_layers)
+    return bubble_share(layout.pp, config.batch.num_micro_batches, chunks)
 
 
 def _times(micro_batches: int) -> str:
@@ -220,11 +264,10 @@ def stages(layers: Sequence[int], head: float) -> Finding:
     gain = max(work) / _heaviest(better, head)
     if excess < UNEVEN or gain < 1.05:
         return Finding(OK, "stages", what)
-    named = ",".join(map(str, better))
     return Finding(
         WARNING, "stages",
         f"{what}; stage {slowest + 1} makes the others wait, {excess - 1:.0%} over the mean",
-        (f"--pp-layers {named} is {gain - 1:.0%} faster",),
+        (f"--pp-layers {_listed(better)} is {gain - 1:.0%} faster",),
     )  # fmt: skip
 
 
@@ -323,7 +366,7 @@ def vocabulary(vocab: int, tp: int, multiple: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step on one rank."""
+    """Seconds of one step on one rank, or of a usual one: the medians of several."""
 
     rank: int
     stage: int  # pipeline stage, from 0
@@ -340,10 +383,46 @@ class StepTimes:
         """What is in no phase: Python between them."""
         return max(0.0, self.step - self.data - self.passes - self.optimizer)
 
+
+def usual_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """The median of each phase over steps of one rank; at least one."""
+    first = steps[0]
+    names = ("step", "data", "passes", "schedule", "compute", "optimizer")
+    middle = {name: median(getattr(t, name) for t in steps) for name in names}
+    return StepTimes(first.rank, first.stage, **middle)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds that a rank worked itself; the rest of a step it waited or exchanged."""
+
+    data: float
+    computing: float
+    other: float
+
     @property
-    def own(self) -> float:
-        """What the rank did itself; the rest it waited or exchanged."""
-        return self.data + self.compute + self.other
+    def total(self) -> float:
+        """All of it."""
+        return self.data + self.computing + self.other
+
+    def most(self, before: Work) -> str:
+        """Where it grew the most over ``before``."""
+        grown = {
+            "data": self.data - before.data,
+            "computing": self.computing - before.computing,
+            "Python between the phases": self.other - before.other,
+        }
+        return max(grown, key=lambda name: grown[name])
+
+
+def work(times: Sequence[StepTimes], tp: int) -> list[Work]:
+    """What each rank worked itself; ``times`` by rank, tensor-parallel ranks beside each other.
+
+    Tensor-parallel ranks wait for each other inside every layer, which nothing measures. The rank
+    that the others wait for waits least, so that what they have beyond its time counts as waiting.
+    """
+    least = [min(t.compute for t in times[at : at + tp]) for at in range(0, len(times), tp)]
+    return [Work(t.data, least[i // tp], t.other) for i, t in enumerate(times)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +431,7 @@ class Slow:
 
     step: int
     usual: float  # median of those before
+    ranks: Sequence[StepTimes]  # a usual step of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,47 +452,56 @@ def measured_bubble(times: Sequence[StepTimes]) -> float:
 def report(
     config: TrainConfig, step: int, times: Sequence[StepTimes], layers: int, slow: Slow | None
 ) -> Report:
-    """Phases of a step over all ranks, and the advice that they call for.
+    """Phases of a step over all ranks, in their order, and the advice that they call for.
 
-    Without ``slow`` the step is a usual one, and there are lines only where a fix is due.
+    Without ``slow`` the times are those of usual steps until ``step``, and there are lines only
+    where a fix is due. A slow step says nothing of bubbles and stages, which every step has.
     """
-    findings = [*_measured(config, times, layers)]
     if slow is not None:
-        findings += _why_slow(times, slow)
+        findings = [*_why_slow(config, times, slow)]
+        head = f"step {step} took {_longest(times):.3g} s, usual are {slow.usual:.3g} s"
+    else:
+        findings = [*_measured(config, times, layers)]
+        head = f"steps until {step} took {_longest(times):.3g} s"
     if slow is None and not findings:
         return Report(step, ())
-    lines = [_phases(step, times, slow, config.parallelism.pp)]
+    lines = [f"{head}: {_phases(times, slow, config.parallelism.pp)}"]
     for found in findings:
         lines += [f"  {line.strip()}" for line in found.lines()]
     return Report(step, tuple(lines), tuple(findings))
 
 
-def _phases(step: int, times: Sequence[StepTimes], slow: Slow | None, pp: int) -> str:
-    total = max(t.step for t in times)
+def _longest(times: Sequence[StepTimes]) -> float:
+    return max(t.step for t in times)
+
+
+def _phases(times: Sequence[StepTimes], slow: Slow | None, pp: int) -> str:
     parts = {
-        "data": max(t.data for t in times),
-        "forward and backward": max(t.passes for t in times),
-        "optimizer": max(t.optimizer for t in times),
-        "rest": max(t.other for t in times),
-    }
-    shown = ", ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value > 0)
-    usual = f", usual are {slow.usual:.3g} s" if slow else ""
+        "data": "data", "forward and backward": "passes", "optimizer": "optimizer",
+        "rest": "other",
+    }  # fmt: skip
+    shown = []
+    for name, key in parts.items():
+        usual = f" (usually {max(getattr(t, key) for t in slow.ranks):.3g})" if slow else ""
+        shown.append(f"{name} {max(getattr(t, key) for t in times):.3g} s{usual}")
     wait = f"; bubble {measured_bubble(times):.0%}" if pp > 1 else ""
-    return f"step {step} took {total:.3g} s{usual}: {shown}{wait}"
+    return ", ".join(shown) + wait
 
 
 def _measured(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Iterable[Finding]:
-    total = max(t.step for t in times)
+    total = _longest(times)
     if config.parallelism.pp > 1:
+        uneven = [*_uneven(config, times, layers)]
         found = bubble(config, layers, measured_bubble(times))
-        if found.level == WARNING:
+        # where stages differ and the layout's own bubble is small, their difference is the wait
+        if found.level == WARNING and not (uneven and _bubble_of(config, layers) < LARGE_BUBBLE):
             yield found
-        yield from _uneven(config, times, layers)
-    data = max(t.data for t in times)
-    if data > SLOW_DATA * total:
+        yield from uneven
+    slowest = max(times, key=lambda t: t.data)
+    if slowest.data > SLOW_DATA * total:
         yield Finding(
-            WARNING, "data", f"ranks waited {data:.3g} s of {total:.3g} s for their batch",
-            ("put the indexed dataset on a local disk: SHARDWRIGHT_CACHE=DIR",),
+            WARNING, "data", f"rank {slowest.rank} waited {slowest.data:.3g} s of {total:.3g} s "
+            "for its batch", _FIXES["data"],
         )  # fmt: skip
 
 
@@ -426,15 +515,17 @@ def _uneven(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Ite
     at = by_stage.index(slowest)
     shown = ", ".join(f"{seconds:.3g}" for seconds in by_stage)
     held = config.parallelism.pp_layers or _even(layers, pp)
-    fix = f"move layers off stage {at + 1} with --pp-layers (now {','.join(map(str, held))})"
+    fix = f"move layers off stage {at + 1} with --pp-layers (now {_listed(held)})"
     if at == pp - 1 and config.parallelism.virtual_pp_layers is None:
         per_layer = mean(by_stage[:-1]) / mean(held[:-1])
         head = max(by_stage[-1] / per_layer - held[-1], 0.0)
         better = balanced(layers, pp, head)
         if _heaviest(better, head) >= _heaviest(held, head):
             return  # whole layers allow no better
-        now, then = (",".join(map(str, counts)) for counts in (held, better))
-        fix = f"--pp-layers {then} in place of {now}: the output layer costs {head:.1f} layers"
+        fix = (
+            f"--pp-layers {_listed(better)} in place of {_listed(held)}: the output layer costs "
+            f"{head:.1f} layers"
+        )
     yield Finding(
         WARNING, "stages", f"seconds of computing per stage: {shown}; stage {at + 1} makes the "
         "others wait", (fix,),
@@ -446,45 +537,107 @@ def _even(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(each + (i < more) for i in range(pp))
 
 
-def _why_slow(times: Sequence[StepTimes], slow: Slow) -> Iterable[Finding]:
-    """Which rank or phase a slow step was slow in."""
-    by_work = sorted(times, key=lambda t: t.own)
-    slowest, usual = by_work[-1], by_work[len(by_work) // 2 - (len(by_work) > 1)]
-    if slowest.own > 1.5 * usual.own and slowest.own > slow.usual:
+_MACHINE = (
+    "look at its machine: another process on its GPU, a GPU that is hot "
+    "(nvidia-smi -q -d PERFORMANCE), a busy CPU",
+)
+_FIXES = {
+    "data": ("put the indexed dataset on a local disk: SHARDWRIGHT_CACHE=DIR",),
+    "computing": _MACHINE,
+    "Python between the phases": _MACHINE,
+}
+
+
+def _why_slow(config: TrainConfig, times: Sequence[StepTimes], slow: Slow) -> Iterable[Finding]:
+    """Which ranks, or the network, made a step slow."""
+    tp = config.parallelism.tp
+    now, before = work(times, tp), work(slow.ranks, tp)
+    excess = _longest(times) - slow.usual
+    late = [i for i in range(len(times)) if now[i].total - before[i].total > 0.5 * excess]
+    if late:
+        worst = max(late, key=lambda i: now[i].total - before[i].total)
+        who, subject = f"rank {times[worst].rank}", "straggler"
+        if len(late) > 1:
+            subject = "ranks"
+            who = f"each of ranks {_listed(times[i].rank for i in late)}"
+            if len({i // tp for i in late}) == 1:
+                subject = "straggler"
+                who += f", which wait for each other in every layer (tp={tp}),"
+        where = now[worst].most(before[worst])
         yield Finding(
-            WARNING, "straggler",
-            f"rank {slowest.rank} worked {slowest.own:.3g} s, the median rank {usual.own:.3g} s",
-            ("look at its machine: another process on its GPU, a GPU that is hot "
-             "(nvidia-smi -q -d PERFORMANCE), a busy CPU, a slow disk",),
+            WARNING, subject, f"{who} worked {now[worst].total:.3g} s (usually "
+            f"{before[worst].total:.3g}), most of it more in {where}", _FIXES[where],
         )  # fmt: skip
-    elif slowest.own < 0.5 * slowest.step:
+    else:
+        most = max(w.total for w in now)
         yield Finding(
             WARNING, "network",
-            f"no rank worked more than {slowest.own:.3g} s; the rest went into exchanging data",
+            f"no rank worked more than {most:.3g} s; the rest went into exchanging data",
             ("look for other traffic or lost links: NCCL_DEBUG=INFO, nvidia-smi nvlink -e, "
              "and train-ckpt doctor on each machine",),
         )  # fmt: skip
     if any(t.saving for t in times):
-        yield Finding(
-            NOTE, "saving", "a checkpoint was being written beside this step",
-            ("a faster disk for --save-dir (train-ckpt doctor measures it), or a longer "
-             "--save-interval",),
-        )  # fmt: skip
+        yield Finding(NOTE, "saving", "a checkpoint was being written beside this step", _DISK)
 
 
-def hang(minutes: float, message: str) -> str:
-    """What to do where ranks waited for each other in vain; the lines below an error."""
+_DISK = (
+    "a faster disk for checkpoints (train-ckpt doctor measures it), or fewer of them "
+    "(--save-interval)",
+)
+
+
+def slow_save(step: int, waited: float, since: float, size: int, took: float) -> str:
+    """What a save says that had to wait for the one before it; nothing where that is little.
+
+    ``waited`` seconds of the ``since`` that have passed from the last save; that one wrote
+    ``size`` bytes on this rank in ``took`` seconds.
+    """
+    if waited < 1.0 or waited < SLOW_SAVE * since:
+        return ""
+    found = Finding(
+        WARNING, "disk", f"training waited {waited:.3g} s before step {step} could be saved: the "
+        f"checkpoint before took {took:.3g} s ({size / 1e6 / max(took, 1e-9):.3g} MB/s on this "
+        "rank)", _DISK,
+    )  # fmt: skip
+    return "\n".join(found.lines())
+
+
+# --- ranks that do not come --------------------------------------------------------------------
+
+# What gloo and NCCL say when the process at the other end is gone, and when it does not come.
+_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
+_LATE = re.compile(r"Timed out waiting (\d+)ms|caught collective operation timeout")
+
+
+def lost(error: BaseException, minutes: float, where: str = "") -> LostRank | None:
+    """What an error of a collective means, where it means that another rank is missing.
+
+    ``minutes`` is the time that a collective waits, ``where`` the step and phase of this rank.
+    """
+    text, at = str(error), f"{where}: " if where else ""
+    late = _LATE.search(text)
+    if late is not None:
+        seconds = int(late[1]) / 1000 if late[1] else 60 * minutes
+        waited = f"{seconds / 60:g} minutes" if seconds > 60 else f"{seconds:g} s"
+        return LostRank(f"{at}waited {waited} for another rank ({late[0]})", WAITED_IN_VAIN)
+    gone = _GONE.search(text)
+    if gone is not None:
+        return LostRank(f"{at}lost another rank ({gone[0]}), so it ends too", LOST_A_RANK)
+    return None
+
+
+def hang(minutes: float | None = None) -> str:
+    """What to do where ranks waited for another one in vain; lines, each after a line break."""
+    longer = f"--timeout-minutes {3 * minutes:g}" if minutes else "a larger --timeout-minutes"
     fixes = (
         "look for the first error above: one rank may have failed while the others waited",
-        f"a first step or a save that takes longer than {minutes:g} minutes needs "
-        f"--timeout-minutes {3 * minutes:g}",
+        "a rank that says no such thing is the one that was waited for: py-spy dump --pid PID "
+        "shows where it is",
+        f"a first step or a save that takes longer needs {longer}",
         "on several machines check the network: train-ckpt doctor on each, NCCL_DEBUG=INFO, and "
         "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME where a host has several interfaces",
-        "py-spy dump --pid PID on the ranks shows where each waits",
     )
-    return f"waited {minutes:g} minutes for another rank ({message})" + "".join(
-        f"\n  - {fix}" for fix in fixes
-    )
+    return "".join(f"\n  - {fix}" for fix in fixes)
 
 
 def not_finite(config: TrainConfig) -> str:

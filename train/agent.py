@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
-from .errors import LOST_A_RANK
+from .advice import hang
+from .errors import LOST_A_RANK, WAITED_IN_VAIN
+from .launch import QUIET_AGENT
 
 
 def run() -> int:
     """Run the elastic agent on the command line's arguments; its exit code."""
     logging.disable(logging.ERROR)
+    name, value = QUIET_AGENT
+    if os.environ.get(name) == value:  # it has been read: what ranks log is to be seen
+        del os.environ[name]
     try:
         main(sys.argv[1:])
     except ChildFailedError as error:
-        rank, code = _cause({rank: f.exitcode for rank, f in error.failures.items()})
-        if code != 1:  # with 1 it has said why
+        codes = {rank: f.exitcode for rank, f in error.failures.items()}
+        rank, code = _cause(codes)
+        if code == WAITED_IN_VAIN:
+            print(f"error: {_missing(codes)}{hang()}", file=sys.stderr)
+        elif code != 1:  # with 1 it has said why
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             print(f"error: rank {rank} ended {how}", file=sys.stderr)
             if code in _OFTEN:
                 print(f"  {_OFTEN[code]}", file=sys.stderr)
         return 1
-    except (RendezvousError, DistNetworkError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        reason = reason or "not all of them came"
         print(f"error: the machines did not meet: {reason}; start all of them with the same "
               "--main-process-ip and --main-process-port, which no firewall may close, and machine "
               "0 too", file=sys.stderr)  # fmt: skip
@@ -51,8 +61,24 @@ _OFTEN = {
 
 def _cause(codes: Mapping[int, int]) -> tuple[int, int]:
     """Rank and exit code of the first failure that is not the consequence of another."""
-    causes = {r: c for r, c in codes.items() if c not in (LOST_A_RANK, -signal.SIGTERM)}
-    return next(iter((causes or codes).items()))
+    late = {r: c for r, c in codes.items() if c == WAITED_IN_VAIN}
+    after = {LOST_A_RANK, WAITED_IN_VAIN, -signal.SIGTERM}
+    if late:  # a rank that does not come is killed in the end, by us
+        after.add(-signal.SIGKILL)
+    causes = {r: c for r, c in codes.items() if c not in after}
+    return next(iter((causes or late or codes).items()))
+
+
+def _missing(codes: Mapping[int, int]) -> str:
+    """Who did not come where others waited in vain, as far as this machine's ranks tell."""
+    waited = sorted(r for r, c in codes.items() if c == WAITED_IN_VAIN)
+    came_not = sorted(r for r, c in codes.items() if c in (-signal.SIGTERM, -signal.SIGKILL))
+    whom = f"{_named(came_not)}, which did not answer and was ended" if came_not else "another rank"
+    return f"{_named(waited)} waited in vain for {whom}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 if __name__ == "__main__":

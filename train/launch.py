@@ -21,6 +21,8 @@ from .config import Launch, TrainConfig
 from .loop import STOP_FILE
 
 ARGUMENTS = "SHARDWRIGHT_ARGUMENTS"  # what a rank that we start is to do, as JSON
+# No C++ stack trace where machines do not meet; the agent unsets it for its ranks.
+QUIET_AGENT = ("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def is_rank() -> bool:
@@ -40,27 +42,32 @@ def launch(config: TrainConfig, argv: Sequence[str]) -> int:
         command += ["--standalone"]
     else:
         command += _meeting(launch)
+        print(f"waiting for {launch.num_machines} machines to meet at {launch.main_process_ip}:"
+              f"{launch.main_process_port}", file=sys.stderr, flush=True)  # fmt: skip
     command += ["-m", "shardwright.tools.train_ckpt"]
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         stop = Path(folder) / "stop"
         # the agent's parser would take some of our options for its own
         environment = {**os.environ, ARGUMENTS: json.dumps(list(argv)), STOP_FILE: str(stop)}
+        environment.setdefault(*QUIET_AGENT)
         return _supervise(command, environment | _environment(config), stop)
 
 
 def _meeting(launch: Launch) -> list[str]:
     """How this machine's agent finds the others."""
     ip, port = launch.main_process_ip, launch.main_process_port
+    seconds = 60 * launch.timeout_minutes  # torch tries twice
     assert ip is not None
     assert port is not None
     found = [f"--rdzv-backend={launch.rdzv_backend}", f"--local-addr={network.local_address(ip)}"]
     if launch.rdzv_backend == "static":
         return [*found, f"--node-rank={launch.machine_rank}", f"--master-addr={ip}",
-                f"--master-port={port}"]  # fmt: skip
+                f"--master-port={port}", f"--rdzv-conf=timeout={seconds}"]  # fmt: skip
     # agents number themselves; the name keeps runs apart that meet at one store
     # and the store is machine 0's, which torch would tell by a host name that need not resolve
     return [*found, f"--rdzv-endpoint={ip}:{port}", f"--rdzv-id=shardwright-{port}",
-            f"--rdzv-conf=is_host={int(network.is_here(ip))}"]  # fmt: skip
+            f"--rdzv-conf=is_host={int(network.is_here(ip))},join_timeout={seconds},"
+            f"read_timeout={seconds}"]  # fmt: skip
 
 
 def _environment(config: TrainConfig) -> dict[str, str]:

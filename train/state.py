@@ -34,7 +34,7 @@ from shardwright.ckpt.publish import _exchange as exchange
 from shardwright.ckpt.reader import LATEST, read_checkpoint
 from shardwright.ckpt.target import Target
 
-from . import graphs, rng
+from . import advice, graphs, rng
 from .errors import TrainError
 from .optim import OptimizerView
 
@@ -261,6 +261,7 @@ class _Pending:
     state: Mapping[str, object]
     written: list[tuple[str, int, str]] = field(default_factory=list)  # name, size, digest
     error: BaseException | None = None
+    took_s: float = 0.0  # to write this rank's files
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +367,7 @@ class Saver:
         if reserve and device.type == "cuda":
             self.memory = HostMemory(held.bytes_to_save(weights_only), device)
         self.stalled_s = 0.0  # how long the last `save` made the step wait
+        self._last_save = time.monotonic()
         self._pending: _Pending | None = None
 
     def save(
@@ -380,8 +382,8 @@ class Saver:
         ``state`` holds schedule, param_groups and data as JSON values. ``sides`` are files that
         travel along (config, tokenizer); rank 0 writes them.
         """
-        self.wait()
-        started = time.monotonic()
+        self._wait_and_say(step)
+        started = self._last_save = time.monotonic()
         self.held.settle()
         stage = final.parent / f".{final.name}.partial"
         if self.held.rank == 0:
@@ -437,12 +439,14 @@ class Saver:
         """In the background thread: this rank's files, synced and digested."""
         pending = self._pending
         assert pending is not None
+        started = time.monotonic()
         try:
             for snapshot in snapshots:
                 size, mark = _write_file(snapshot)
                 pending.written.append((snapshot.path.name, size, mark))
         except BaseException as error:
             pending.error = error
+        pending.took_s = time.monotonic() - started
 
     @property
     def is_writing(self) -> bool:
@@ -464,9 +468,12 @@ class Saver:
             return False
         pending, self._pending = self._pending, None
         if lowest == 0:
+            rank, error = self.held.rank, pending.error
+            said = f"rank {rank}: {error}" if error is not None else None
+            why = [one for one in _gather(said, self.held.control) if one is not None]
             raise TrainError(
-                f"{pending.final}: a rank could not write its part"
-                + (f": {pending.error}" if pending.error is not None else "")
+                f"{pending.final} could not be written ({'; '.join(why)}); free space there, or "
+                "keep fewer checkpoints, and go on from the last one that was saved"
             )
         self._publish(pending)
         return True
@@ -477,6 +484,19 @@ class Saver:
             self._pending.thread.join()
             while not self.poll():
                 time.sleep(0.01)
+
+    def _wait_and_say(self, step: int) -> None:
+        """Wait for an unfinished save, and say so where that holds training up."""
+        pending, started = self._pending, time.monotonic()
+        self.wait()
+        if pending is not None:
+            ended = time.monotonic()
+            size = sum(size for _, size, _ in pending.written)
+            said = advice.slow_save(
+                step, ended - started, ended - self._last_save, size, pending.took_s
+            )
+            if said:
+                self.log(said)
 
     def _publish(self, pending: _Pending) -> None:
         rows = _gather(pending.written, self.held.control)

@@ -102,7 +102,7 @@ class Watch:
         self.where = "set-up"  # the phase under way, for errors
         self.slow = False  # whether this rank found the last step slow
         self._phases: dict[str, float] = {}
-        self._usual: deque[float] = deque(maxlen=HISTORY)
+        self._usual: deque[advice.StepTimes] = deque(maxlen=HISTORY)
         self._steps = 0
         self._next_slow = 0
         self._last = advice.StepTimes(parallel.rank, parallel.pp_rank, 0.0)
@@ -125,7 +125,9 @@ class Watch:
         )  # fmt: skip
         self._phases = {}
         self._steps += 1
-        usual = median(self._usual) if len(self._usual) >= FIRST_REPORT else None
+        usual = None
+        if len(self._usual) >= FIRST_REPORT:
+            usual = median(t.step for t in self._usual)
         self.slow = (
             usual is not None
             and self._steps >= self._next_slow
@@ -133,33 +135,43 @@ class Watch:
             and seconds > usual + SLOW_SECONDS
         )
         if self._steps > 1 and not self.slow:  # the first step warms up
-            self._usual.append(seconds)
+            self._usual.append(self._last)
 
     def report_if_due(self, step: int, slow: bool) -> None:
-        """Say what the last step's numbers advise; ``slow``: some rank found it slow.
+        """Say what usual steps advise, or the last one, where some rank found it ``slow``.
 
         Every rank calls it with the same arguments after the same step.
         """
         if not slow and self._steps != FIRST_REPORT:
             return
-        times: list[Any] = [None] * self.parallel.world_size
-        dist.all_gather_object(times, self._last, group=self.parallel.control_group)
-        usual = advice.Slow(step, median(self._usual)) if slow and self._usual else None
         if slow:
             self._next_slow = self._steps + QUIET_STEPS
-        lines = advice.report(self.config, step, times, self.layers, usual).lines
+        usual = advice.usual_times(self._usual or [self._last])
+        every: list[Any] = [None] * self.parallel.world_size
+        dist.all_gather_object(every, (self._last, usual), group=self.parallel.control_group)
+        last, before = zip(*every, strict=True)
+        found = advice.Slow(step, max(t.step for t in before), before) if slow else None
+        lines = advice.report(self.config, step, last if slow else before, self.layers, found).lines
         if lines:
             self.say("\n".join(lines))
 
     @contextmanager
     def advising(self, step: Callable[[], int]) -> Iterator[None]:
-        """Turn what the allocator raises into an error that names fixes; ``step`` is under way."""
+        """Turn what allocator and collectives raise into errors that say where this rank was.
+
+        ``step`` gives the one that is under way. Raises TrainError for lack of memory, and
+        LostRank where another rank is gone or did not come.
+        """
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not advice.is_out_of_memory(error):
+            if advice.is_out_of_memory(error):
+                raise TrainError(self.out_of_memory(error, step())) from None
+            where = f"step {step()}" + (f", {self.where}" if self.where != "step" else "")
+            lost = advice.lost(error, self.config.launch.timeout_minutes, where)
+            if lost is None:
                 raise
-            raise TrainError(self.out_of_memory(error, step())) from None
+            raise lost from None
 
     def out_of_memory(self, error: BaseException, step: int) -> str:
         """The message for an error of the allocator."""
@@ -173,5 +185,6 @@ class Watch:
             )
         p = self.parallel
         return advice.out_of_memory(
-            self.config, memory, rank=p.rank, stage=p.pp_rank, step=step, where=self.where
-        )
+            self.config, memory, rank=p.rank, stage=p.pp_rank, step=step, where=self.where,
+            layers=self.layers,
+        )  # fmt: skip

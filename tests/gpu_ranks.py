@@ -4,7 +4,7 @@ NCCL refuses two ranks on one GPU of one host. Told that each rank is a host of 
 them share the GPU and moves their data through sockets: as right as, and much slower than, ranks
 with a GPU each. Memory of each process is what it would be.
 
-    torchrun --nproc-per-node=4 gpu_ranks.py SCRIPT ARGUMENTS
+    torchrun --nproc-per-node=4 gpu_ranks.py SCRIPT ARGUMENTS, or -m MODULE ARGUMENTS
 """
 
 from __future__ import annotations
@@ -27,5 +27,9 @@ def share() -> None:
 
 if __name__ == "__main__":
     share()
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    del sys.argv[0]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

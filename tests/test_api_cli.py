@@ -1118,6 +1118,20 @@ def test_help_loads_no_heavy_module(module):
     assert imported(code) == set()
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["merge_ckpt", "reshard", "inspect_ckpt", "verify_ckpt", "train_ckpt", "plan_layout"],
+)
+def test_a_command_runs_as_a_module_too(module):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"shardwright.tools.{module}", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ")
+
+
 def test_inspecting_loads_no_heavy_module(trained, hf, tmp_path):
     assert imported(command("inspect_ckpt"), trained) == set()
     assert imported(command("inspect_ckpt"), hf, "--json") == set()

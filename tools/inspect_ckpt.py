@@ -100,3 +100,7 @@ def _tensor_text(table: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Console entry."""
     return options.run(command, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -76,3 +76,7 @@ def command(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Console entry."""
     return options.run(command, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -71,3 +71,7 @@ def _summary(same: bool, alone: bool) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Console entry."""
     return options.run(command, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

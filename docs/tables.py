@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwright.train.config import OPTIONS
+from shardwright.train.config_options import OPTIONS
 from shardwright.train.plugin import ARCHITECTURE, ARGUMENTS, ELSEWHERE, FIELDS, FieldUse
 
 PAGE = Path(__file__).with_name("training.md")

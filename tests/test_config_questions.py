@@ -15,7 +15,7 @@ import yaml
 
 from shardwright.tools import train_ckpt
 from shardwright.train import questions
-from shardwright.train.config import from_plugin
+from shardwright.train.config_plugin import from_plugin
 from shardwright.train.plugin import ACCELERATE_FIELDS, MegatronLMPlugin, read_accelerate
 
 # Every key of accelerate 1.15's megatron_lm_config, with values that differ from most defaults.

@@ -157,10 +157,10 @@ def test_every_option_on_the_page_exists(capsys: pytest.CaptureFixture[str]) -> 
     from torch.distributed.run import get_args_parser
 
     from shardwright.tools import options, train_config
-    from shardwright.train import config
+    from shardwright.train import config_options
 
     ours = options.parser("train-ckpt", "")
-    config.options(ours)
+    config_options.options(ours)
     known = {
         "train-ckpt": ours, "train-ckpt config": train_config._parser(),
         "torchrun": get_args_parser(), "accelerate launch": launch_command_parser(),

@@ -178,12 +178,12 @@ def test_the_commands_are_ones_that_train_ckpt_reads(capsys: pytest.CaptureFixtu
     import argparse
     import shlex
 
-    from shardwright.train import config
+    from shardwright.train import config_options
 
     assert plan_layout.main(["--params", "70B", "--gpus", "64", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     made = argparse.ArgumentParser(exit_on_error=False)
-    config.options(made)
+    config_options.options(made)
     words = shlex.split(found["commands"][0].replace("RANK", "0"))
     args = made.parse_args(words[1:])
     best = found["layouts"][0]

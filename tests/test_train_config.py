@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from shardwright.tools.options import dashed
 from shardwright.train.config import (
-    OPTIONS,
     Batch,
     Optimizer,
     Parallelism,
@@ -31,12 +30,10 @@ from shardwright.train.config import (
     check_expected,
     data_parallel_of,
     for_model,
-    from_options,
-    from_plugin,
     megatron_args,
-    options,
-    schedule_fields,
 )
+from shardwright.train.config_options import OPTIONS, from_options, options
+from shardwright.train.config_plugin import from_plugin, schedule_fields
 from shardwright.train.errors import TrainError
 from shardwright.train.plugin import (
     ACCELERATE_FIELDS,
@@ -1055,9 +1052,9 @@ def test_a_bad_file_of_options_is_named(tmp_path: Path, text: str, message: str)
 def test_help_shows_every_option_and_imports_nothing_heavy() -> None:
     code = (
         "import argparse, sys\n"
-        "from shardwright.train import config\n"
+        "from shardwright.train import config_options\n"
         "parser = argparse.ArgumentParser()\n"
-        "config.options(parser)\n"
+        "config_options.options(parser)\n"
         "print(parser.format_help())\n"
         "heavy = {'torch', 'numpy', 'yaml', 'transformers', 'megatron', 'accelerate'}\n"
         "sys.exit(str(heavy & sys.modules.keys()) if heavy & sys.modules.keys() else 0)\n"

@@ -203,11 +203,11 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
 
 
 def _config(argv: Sequence[str]):
-    from shardwright.train import config as settings
+    from shardwright.train import config_options
 
     parser = argparse.ArgumentParser()
-    settings.options(parser)
-    return settings.from_options(parser.parse_args(argv))
+    config_options.options(parser)
+    return config_options.from_options(parser.parse_args(argv))
 
 
 def train(argv: Sequence[str], stop_at: int | None = None) -> str:

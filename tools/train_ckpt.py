@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
-from shardwright.train import config as settings
+from shardwright.train import config_options
+from shardwright.train.config import TrainConfig
 from shardwright.train.errors import WAITED_IN_VAIN, LostRank
 
 from . import options
@@ -30,8 +31,8 @@ def command(argv: Sequence[str]) -> int:
         module = import_module(_SUBCOMMANDS[argv[0]])
         return int(module.command(argv[1:]))
     made = options.parser("train-ckpt", (__doc__ or "").replace("``", ""))
-    settings.options(made)
-    config = settings.from_options(made.parse_args(argv))
+    config_options.options(made)
+    config = config_options.from_options(made.parse_args(argv))
     from shardwright.train import launch
 
     if launch.is_rank():
@@ -48,7 +49,7 @@ _SUBCOMMANDS = {
 }
 
 
-def _run_rank(config: settings.TrainConfig) -> int:
+def _run_rank(config: TrainConfig) -> int:
     """One rank. All ranks meet most errors alike: the first speaks, the others soon end with it."""
     from shardwright.train.loop import main as run
 

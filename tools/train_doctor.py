@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from shardwright.train import config as settings
+from shardwright.train import config_options
 
 from . import options
 
@@ -29,9 +29,9 @@ def command(argv: Sequence[str]) -> int:
         "--no-exchange", action="store_true", help="start no ranks to try NCCL or gloo"
     )
     group.add_argument("--json", action="store_true", help="findings as JSON")
-    settings.options(made)
+    config_options.options(made)
     args = made.parse_args(argv)
-    config = settings.from_options(args, complete=False)
+    config = config_options.from_options(args, complete=False)
     from shardwright.train import advice, doctor
 
     found = []

@@ -29,7 +29,7 @@ from shardwright.ckpt.formats.side_files import side_files
 from shardwright.ckpt.manifest import SideFile
 
 from . import config as settings_of
-from . import groups, weights
+from . import config_plugin, groups, weights
 from .config import TrainConfig
 from .engine import Engine, EngineOptions, StepResult
 from .errors import TrainError
@@ -136,7 +136,7 @@ class Accelerator:
 
     def _settings(self, world: int, **more: Any) -> TrainConfig:
         """The plugin's settings with what is known of optimizer and batches."""
-        return settings_of.from_plugin(
+        return config_plugin.from_plugin(
             self.plugin, self._precision, world_size=world,
             micro_batch_size=self.micro_batch_size or None,
             gradient_accumulation_steps=self.gradient_accumulation_steps, **more,
@@ -259,7 +259,7 @@ class Accelerator:
             made[id(loader)] = self._prepare_loader(loader)
         for thing in of["scheduler"]:
             made[id(thing)] = self._prepare_scheduler(thing)
-        if of["optimizer"] and not self._schedulers and settings_of.schedule_fields(self.plugin):
+        if of["optimizer"] and not self._schedulers and config_plugin.schedule_fields(self.plugin):
             self._own_schedule = self._plugin_schedule(None, 0)
         found = [made[id(thing)] for thing in objects]
         return found[0] if len(found) == 1 else tuple(found)
@@ -396,7 +396,7 @@ class Accelerator:
         return made
 
     def _prepare_scheduler(self, scheduler: Any) -> Any:
-        fields = settings_of.schedule_fields(self.plugin)
+        fields = config_plugin.schedule_fields(self.plugin)
         if isinstance(scheduler, MegatronLMDummyScheduler):
             found: Any = self._plugin_schedule(
                 scheduler.total_num_steps, scheduler.warmup_num_steps

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import MIXED, TrainConfig, from_plugin
+from .config import TrainConfig
+from .config_plugin import MIXED, from_plugin
 from .errors import TrainError
 from .plugin import (
     ACCELERATE_FIELDS,

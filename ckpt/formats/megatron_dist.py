@@ -23,6 +23,7 @@ from pathlib import Path
 from ..box import Box, range_boxes, row_major
 from ..checkpoint import Checkpoint, Model, RankFile, ReadOptions, load_json
 from ..containers import torchzip
+from ..containers.blueprint import Index
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError, raise_all
 from ..family import Piece, Placed, build_mesh, logical_shapes, place, restrict
@@ -346,6 +347,12 @@ class _Reader:
             self._groups(table, state)
         return {**state, "megatron": table}
 
+    def _object(self, key: str) -> Index | None:
+        """What the flat optimizer's first rank keeps as an object under ``key``."""
+        end = f".{key}/shard_0_1"
+        name = next((n for n in self.listing.objects if n.endswith(end)), None)
+        return None if name is None else megatron_dist_files.objects(self.listing.objects[name])
+
     def _groups(self, table: dict[str, object], state: dict[str, object]) -> None:
         """Hyperparameters, from common.pt or from the first rank's object."""
         index, where = self.common, "optimizer"
@@ -354,12 +361,10 @@ class _Reader:
         if isinstance(opt, dict) and isinstance(opt.get("optimizer"), dict):
             inner, where = opt["optimizer"], "optimizer.optimizer"
         if not isinstance(inner, dict) or "param_groups" not in inner:
-            key = next(
-                (n for n in self.listing.objects if re.search(r"\.optimizer/shard_0_1$", n)), None
-            )
-            if key is None:
+            found = self._object("optimizer")
+            if found is None:
                 return
-            index, where = megatron_dist_files.objects(self.listing.objects[key]), "0"
+            index, where = found, "0"
             inner = index.extra.get("0")
         groups = inner.get("param_groups") if isinstance(inner, dict) else None
         if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
@@ -367,6 +372,10 @@ class _Reader:
         reader = OptimizerReader(self.gather, self.result)
         rank = megatron_files.RankFile(self.folder, index, self.args, [], 3.0)
         reader.groups(rank, groups, opt if isinstance(opt, dict) else {}, where)
+        scaler = self._object("grad_scaler")  # beside the flat buffers; in common.pt else
+        if scaler is not None:
+            rank = megatron_files.RankFile(self.folder, scaler, self.args, [], 3.0)
+            reader.scaler(rank, scaler.extra.get("0"), "0")
         table["optimizer"], state["param_groups"] = reader.state, reader.native
 
 

@@ -260,14 +260,22 @@ class OptimizerReader:
         self.state = {"param_groups": plain, "step_in": step_in}
         if step is not None:
             self.state["step"] = step
-        scaler = opt.get("grad_scaler")
-        if isinstance(scaler, dict) and scaler:
-            self.state["grad_scaler"] = _plain_values(rank, "optimizer.grad_scaler", scaler, lost)
+        self._say_lost(rank, lost)
+        self.scaler(rank, opt.get("grad_scaler"), "optimizer.grad_scaler")
+        self.native = [_native_group(row, step) for row in plain]
+
+    def scaler(self, rank: RankFile, table: object, where: str) -> None:
+        """The loss scale and its counters; none of a constant one, whose table is empty."""
+        if isinstance(table, dict):
+            lost: list[str] = []
+            self.state["grad_scaler"] = _plain_values(rank, where, table, lost)
+            self._say_lost(rank, lost)
+
+    def _say_lost(self, rank: RankFile, lost: list[str]) -> None:
         if lost:
             self.result.notes.append(
                 f"{rank.file}: optimizer values that cannot travel: {', '.join(lost)}"
             )
-        self.native = [_native_group(row, step) for row in plain]
 
 
 def _names(

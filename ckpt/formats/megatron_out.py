@@ -33,6 +33,8 @@ TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
 _HALF = ("BF16", "F16")
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_MAX_SCALE = 3.4028234663852886e38  # of float32
+_HYSTERESIS = 2  # Megatron-LM's own default
 # what Megatron-LM's optimizer says of a group where the source says nothing
 _GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -288,10 +290,32 @@ class Writer:
         return found | self.scaler()
 
     def scaler(self) -> dict[str, object]:
+        """The loss scale under ``grad_scaler``, as megatron-core's own state_dict has it.
+
+        A dynamic one is a float32 tensor of shape [1], which is moved to a device as such, and two
+        counters, each of which is asked for; a constant one has no state. Nothing where the source
+        has none: Megatron-LM then starts with its own.
+        """
         saved = self.saved.get("optimizer")
-        if isinstance(saved, dict) and saved.get("grad_scaler") is not None:
-            return {"grad_scaler": megatron_args.decode(saved["grad_scaler"])}
-        return {}
+        table = saved.get("grad_scaler") if isinstance(saved, dict) else None
+        if not isinstance(table, dict):
+            return {}
+        if not table:
+            return {"grad_scaler": {}}
+        scale = table.get("scale")
+        if not isinstance(scale, (int, float)) or not 0 < scale <= _MAX_SCALE:
+            why = f"grad_scaler left out: its scale is {scale!r}, no float32 above 0"
+            if why not in self.notes:
+                self.notes.append(why)
+            return {}
+        patience = self.source_args.get("hysteresis")
+        fresh = {
+            "growth_tracker": 0,
+            "hysteresis_tracker": patience if type(patience) is int else _HYSTERESIS,
+        }
+        counters = {k: table[k] if type(table.get(k)) is int else n for k, n in fresh.items()}
+        known = torchzip.Known("F32", (1,), struct.pack("<f", scale))
+        return {"grad_scaler": {"scale": known, **counters}}
 
     def _need_masters(self, rows: Sequence[_Row]) -> None:
         lacking = [

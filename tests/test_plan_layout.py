@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from shardwright.tools import plan_layout
 from shardwright.train import estimate, hardware, pictures, planning
 from shardwright.train.errors import TrainError
 from shardwright.train.estimate import GIB, Cluster, Plan
+from shardwright.train.parallel import import_megatron
 
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 # The model of tests/bench/bench_gpu.py.
 BENCH = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
@@ -118,6 +121,24 @@ def test_the_simulated_schedule_waits_as_long_as_the_formula_says(
     assert end == pytest.approx(3 * (count + (pp - 1) / chunks))
 
 
+@pytest.mark.parametrize(("pp", "count", "chunks"), [(4, 8, 2), (2, 4, 3), (8, 8, 5), (4, 16, 4)])
+def test_the_order_of_an_interleaved_stage_is_megatrons(pp: int, count: int, chunks: int) -> None:
+    schedules = import_megatron("pipeline_parallel.schedules")
+    table = schedules.get_schedule_table(count, chunks, pp)
+    for stage in range(pp):
+        group = SimpleNamespace(size=lambda: pp, rank=lambda stage=stage: stage)
+        ranks = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks)
+        total, _, warm, _ = schedules.get_pp_rank_microbatches(
+            count, chunks, pp, p2p_communicator=ranks
+        )
+        found = pictures.order(pp, stage, count, chunks)
+        assert [u[0] for u in found[:warm]] == ["F"] * warm
+        assert [u[0] for u in found[warm:]] == ["F", "B"] * (total - warm) + ["B"] * warm
+        assert [u[1:] for u in found if u[0] == "F"] == table
+        backward = [(micro, chunks - 1 - chunk) for micro, chunk in table]
+        assert [u[1:] for u in found if u[0] == "B"] == backward
+
+
 # --- choices -----------------------------------------------------------------------------------
 
 
@@ -211,6 +232,85 @@ def test_pictures_are_drawn(tmp_path: Path, suffix: str) -> None:
     words = ["--params", "70B", "--gpus", "64", "--plot", str(path), "--top", "4"]
     assert plan_layout.main(words) == 0
     assert path.read_bytes()[:4] == {"png": b"\x89PNG", "svg": b"<?xm"}[suffix]
+
+
+def _planned(size: str, gpus: int, **asked: Any) -> planning.Result:
+    model, name = planning.read_model(None, size)
+    cluster = Cluster(hardware.find("A100-80GB"), gpus)
+    return planning.search(model, name, planning.Request(cluster, **asked))
+
+
+PICTURED = {
+    "no pipeline": ("7B", 8, {}),
+    "two stages": ("7B", 8, {"pp": 2}),
+    "many micro-batches": ("70B", 64, {}),
+    "two chunks": ("175B", 128, {}),
+    "five chunks": ("70B", 64, {"pp": 8, "global_batch": 64}),
+    "many stages": ("175B", 128, {"pp": 32}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_every_word_of_a_picture_is_inside_it_and_labels_are_apart(name: str) -> None:
+    from matplotlib.axes import Axes
+    from matplotlib.text import Text
+
+    size, gpus, asked = PICTURED[name]
+    made = pictures.figure(_planned(size, gpus, **asked))
+    made.canvas.draw()
+    whole = made.bbox
+    beyond = {  # labels of ticks outside the axes, which are not drawn
+        label
+        for axes in made.findobj(Axes)
+        for limits, axis in ((axes.get_xlim(), axes.xaxis), (axes.get_ylim(), axes.yaxis))
+        for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+        if not min(limits) <= at <= max(limits)
+    }
+    words = [t for t in made.findobj(Text) if t.get_text() and t.get_visible() and t not in beyond]
+    assert len(words) > 20
+    boxes = {t: t.get_window_extent() for t in words}
+    for text, box in boxes.items():
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
+        assert inside, (text.get_text(), box)
+    for at, a in enumerate(words):
+        for b in words[at + 1 :]:
+            one, two = boxes[a].padded(-1), boxes[b].padded(-1)
+            assert not one.overlaps(two), (a.get_text(), b.get_text())
+    units = {t.get_text() for t in words if "[" in t.get_text()}
+    assert "memory of the fullest GPU [GiB]" in units
+    assert ("time [forward passes of a whole stage]" in units) == (name != "no pipeline")
+
+
+def test_the_page_shows_the_picture_that_its_command_draws(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    page = (DOCS / "planning.md").read_text()
+    (line,) = (line for line in page.splitlines() if " --plot docs/" in line)
+    *words, target = line.split()[1:]
+    assert f"]({target.removeprefix('docs/')})" in page
+    kept = DOCS.parent / target
+    assert kept.stat().st_size < 80_000
+    drawn = tmp_path / "drawn.png"
+    assert plan_layout.main([*words, str(drawn)]) == 0
+    a, b = imread(kept), imread(drawn)
+    assert a.shape == pytest.approx(b.shape, rel=0.02), "it is another picture: draw it again"
+    rows, columns = (min(x, y) for x, y in zip(a.shape[:2], b.shape[:2], strict=True))
+    # fonts and palettes differ a little between versions
+    assert abs(a[:rows, :columns] - b[:rows, :columns]).mean() < 0.05, "draw it again"
+
+
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_in_grey_forward_passes_are_lighter_than_backward_ones(chunks: int) -> None:
+    def grey(colour: tuple[float, float, float]) -> float:
+        return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
+
+    forward = [grey(c) for c in pictures._shades(pictures._FORWARD, chunks)]
+    backward = [grey(c) for c in pictures._shades(pictures._BACKWARD, chunks)]
+    assert max(forward) < 0.95, "white is waiting"
+    assert min(forward) > max(backward) + 0.15
+    for shades in (forward, backward):
+        assert shades == sorted(shades, reverse=True)
+        assert len(set(shades)) == chunks
 
 
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from train_runs import Ended, Job, Launch, Run, hf_model, in_ranks, job, losses,
 
 from shardwright.ckpt import RunOptions, verify
 from shardwright.tools import train_ckpt
+from shardwright.train import metrics
 
 QUIET = RunOptions(quiet=True, workers=1)
 TP2 = {"tp": 2, "save_interval": None, "lr_decay_style": "constant", "steps": 1000}
@@ -193,6 +194,25 @@ def test_a_run_leaves_curves_and_metrics(made):
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert list(row) == ["step", "loss", "lr", "grad_norm", "tokens_per_s"]
     assert all(shown in made.ended["term"].said for shown in ("tok/s=", "TF/s=", "GiB=", "norm="))
+
+
+@pytest.mark.parametrize("steps", [1, 6, 60])
+def test_a_loss_curve_has_whole_steps_and_shows_short_runs(steps, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **named: drawn.append(figure))
+    rows = [{"step": i, "loss": 5.0 / i} for i in range(1, steps + 1)]
+    text = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": steps, "eval_loss": 2.0}])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    metrics.draw_curve(tmp_path)
+    (axes,) = drawn[0].axes
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    line, _ = axes.get_lines()
+    assert list(line.get_xdata()) == list(range(1, steps + 1))
+    assert (line.get_marker() == "") == (steps == 60)
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["training", "validation"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer step", "loss (nats per token)")
 
 
 # --- ranks that die ----------------------------------------------------------------------------

@@ -146,14 +146,19 @@ def draw_curve(save_dir: Path) -> None:
         return
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(*zip(*train, strict=True), color="0.35", linewidth=1.2, label="training")
+    points = "." if len(train) < 50 else ""  # a line through one point is not to be seen
+    axes.plot(
+        *zip(*train, strict=True), color="0.35", linewidth=1.2, marker=points, label="training"
+    )
     if held_out:
         axes.plot(
             *zip(*held_out, strict=True), color="black", marker="o", linestyle="--",
             label="validation",
         )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(visible=True, color="0.85")

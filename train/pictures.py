@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .errors import TrainError
 from .estimate import GIB
 from .planning import Result, distinct
@@ -12,10 +14,10 @@ from .planning import Result, distinct
 # part -> (grey that differs from its neighbours', hatch)
 _STYLE = {
     "weights": ("#1b3a5c", ""),
-    "gradients": ("#7fa8d1", ""),
+    "gradients": ("#9dbfe0", ""),
     "masters": ("#41719c", "//"),
     "moments": ("#c6d8ea", ".."),
-    "activations": ("#e8893b", ""),
+    "activations": ("#d9691a", ""),
     "logits": ("#f7d3b0", "xx"),
     "buffers": ("#8a4a14", ""),
     "outside": ("#f2f2f2", "\\\\"),
@@ -26,6 +28,13 @@ _LABELS = {
     "buffers": "stage buffers", "outside": "CUDA, NCCL, gaps",
 }  # fmt: skip
 SHOWN = 8  # micro-batches of the timeline: more are too thin to see
+_BACKWARD_TIME = 2.0  # of a forward pass
+PASSES = 48  # of a stage in each direction: the same for interleaved pipelines
+# In grey every forward pass is lighter than every backward pass, whatever the chunk.
+_FORWARD = ("#dbe9f6", "#84b0dc")  # of the first and of the last chunk
+_BACKWARD = ("#c25a14", "#4f1f00")
+
+WIDE, DOTS = 9.5, 130  # inches, and dots per inch
 
 Span = tuple[str, int, int, float, float]  # forward or backward, micro-batch, chunk, start, end
 
@@ -58,7 +67,7 @@ def order(pp: int, stage: int, count: int, chunks: int = 1) -> list[tuple[str, i
     return forward[:warm] + steady + backward[total - warm :]
 
 
-def timeline(pp: int, count: int, chunks: int = 1, backward: float = 2.0) -> list[list[Span]]:
+def timeline(pp: int, count: int, chunks: int = 1) -> list[list[Span]]:
     """When each stage runs which pass; the forward of a whole stage takes 1, its backward 2."""
     todo = [order(pp, stage, count, chunks) for stage in range(pp)]
     done: dict[tuple[str, int, int, int], float] = {}  # pass, stage -> its end
@@ -73,7 +82,7 @@ def timeline(pp: int, count: int, chunks: int = 1, backward: float = 2.0) -> lis
                 if before is not None and before not in done:
                     break
                 start = max(clock[stage], done[before] if before else 0.0)
-                end = start + (1.0 if kind == "F" else backward) / chunks
+                end = start + (1.0 if kind == "F" else _BACKWARD_TIME) / chunks
                 done[(kind, micro, chunk, stage)] = clock[stage] = end
                 spans[stage].append((kind, micro, chunk, start, end))
                 todo[stage].pop(0)
@@ -101,30 +110,50 @@ def _before(
 
 
 def draw(result: Result, path: Path, top: int = 8) -> None:
-    """Write both pictures as one file, in the form of its suffix."""
+    """Write both pictures as one file, in the form of its suffix; TrainError where it cannot be."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError:
         raise TrainError(
             f"--plot {path}: pictures need matplotlib; pip install matplotlib"
         ) from None
-    plan = result.best.plan
-    rows = min(top, len(distinct(result, top)))
-    tall = 0.42 * rows + 1.9
-    low = 0.3 * plan.pp + 1.5 if plan.pp > 1 else 0.0
-    figure = Figure(figsize=(9.5, tall + low), layout="constrained")
-    FigureCanvasAgg(figure)
-    if plan.pp > 1:
-        above, below = figure.subplots(2, 1, height_ratios=[tall, low])
-        _timeline(below, plan.pp, plan.count, plan.chunks)
-    else:
-        above = figure.subplots()
-    _memory(above, result, top)
     try:
-        figure.savefig(path, dpi=130)
+        _save(figure(result, top), path)
     except OSError as error:
         raise TrainError(f"--plot {path}: cannot be written: {error.strerror}") from None
+
+
+def figure(result: Result, top: int = 8) -> Any:
+    """Both pictures as a matplotlib Figure: the ``top`` layouts, the pipeline of the first."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    plan = result.best.plan
+    tall = 0.42 * len(distinct(result, top)) + 1.9
+    low = 0.3 * plan.pp + (1.8 if plan.chunks == 1 else 2.0) if plan.pp > 1 else 0.0
+    made = Figure(figsize=(WIDE, tall + low), layout="constrained")
+    FigureCanvasAgg(made)
+    if plan.pp > 1:
+        # each with its own margins: the timeline has no legend at its side
+        parts: Any = made.subfigures(2, 1, height_ratios=[tall, low])
+        _timeline(parts[1], plan.short, plan.pp, plan.count, plan.chunks)
+        _memory(parts[0].subplots(), result, top)
+    else:
+        _memory(made.subplots(), result, top)
+    return made
+
+
+def _save(figure: Any, path: Path) -> None:
+    """As SVG, or as PNG with a palette, which a third of the bytes suffice for."""
+    if path.suffix == ".svg":
+        figure.savefig(path, metadata={"Date": None})  # the same plan is the same file
+        return
+    from PIL import Image  # matplotlib needs it too
+
+    figure.set_dpi(DOTS)
+    figure.canvas.draw()
+    drawn = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    drawn.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True, dpi=(DOTS, DOTS))
 
 
 def _memory(axes: Any, result: Result, top: int) -> None:
@@ -144,31 +173,67 @@ def _memory(axes: Any, result: Result, top: int) -> None:
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel("memory of the fullest GPU [GiB]")
     axes.set_ylabel("layout and its time of a step")
-    axes.set_title(f"{result.shape.name} on {result.request.cluster.gpus} GPUs, best first")
+    axes.set_title(f"{result.shape.name} on {result.request.cluster.gpus} GPUs, the chosen first")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 
-def _timeline(axes: Any, pp: int, count: int, chunks: int) -> None:
-    shown = min(count, max(SHOWN, 2 * pp))
-    if chunks > 1:
-        shown = max(shown // pp, 1) * pp
-    spans = timeline(pp, shown, chunks)
-    styles = {"F": ("#9fc3e6", "forward"), "B": ("#e8893b", "backward")}
+def shown(pp: int, count: int, chunks: int) -> int:
+    """How many of ``count`` micro-batches the timeline shows: whole groups if interleaved."""
+    if chunks == 1:
+        return min(count, max(SHOWN, 2 * pp))
+    groups = max(min(2, count // pp, PASSES // (pp * chunks)), 1)
+    return groups * pp
+
+
+def _timeline(figure: Any, name: str, pp: int, count: int, chunks: int) -> None:
+    from matplotlib.patches import Patch
+
+    axes = figure.subplots()
+    some = shown(pp, count, chunks)
+    spans = timeline(pp, some, chunks)
+    end = max(row[-1][4] for row in spans)
+    colours = {"F": _shades(_FORWARD, chunks), "B": _shades(_BACKWARD, chunks)}
+    points = 0.85 * WIDE * 72 / end / chunks  # of paper per forward pass, margins taken off
+    long = {"F": points, "B": points * _BACKWARD_TIME}
+    numbered = [kind for kind in long if long[kind] > 4.2 * len(str(some)) + 1]
     for stage, row in enumerate(spans):
-        for kind, micro, chunk, start, end in row:
-            colour, label = styles[kind]
-            first = stage == 0 and micro == 0 and chunk == 0
-            axes.barh(stage + 1, end - start, left=start, color=colour, edgecolor="black",
-                      hatch="//" if chunk % 2 else "", linewidth=0.5, height=0.9,
-                      label=label if first else None)  # fmt: skip
-            if chunks == 1 and shown * pp <= 200:
-                axes.text((start + end) / 2, stage + 1, micro + 1, ha="center", va="center",
-                          fontsize=7)  # fmt: skip
-    axes.invert_yaxis()
+        for kind, micro, chunk, start, stop in row:
+            # without lines where they would cover what they surround
+            axes.barh(stage + 1, stop - start, left=start, color=colours[kind][chunk],
+                      edgecolor="black" if long[kind] > 3 else "none", linewidth=0.4,
+                      height=0.9)  # fmt: skip
+            if kind in numbered:
+                axes.text((start + stop) / 2, stage + 1, micro + 1, ha="center", va="center",
+                          fontsize=7, color="white" if kind == "B" else "black")  # fmt: skip
+    axes.set_xlim(0, end)
+    axes.set_ylim(pp + 0.6, 0.4)
     axes.set_yticks(range(1, pp + 1))
-    axes.set_xlabel("time [forward passes of a stage]")
+    axes.set_xlabel("time [forward passes of a whole stage]")
     axes.set_ylabel("pipeline stage")
-    more = "" if shown == count else f" (the step has {count})"
-    hatched = ", every second chunk hatched" if chunks > 1 else ""
-    axes.set_title(f"Pipeline with {shown} micro-batches{more}{hatched}; white: waiting")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    of = f"{some} of {count}" if some < count else str(count)
+    numbers = ", numbered" if numbered else ""
+    axes.set_title(f"{name}: the pipeline with {of} micro-batches{numbers}; white: waiting")
+    of_chunk = [f" of chunk {chunk + 1}" for chunk in range(chunks)] if chunks > 1 else [""]
+    handles = [
+        Patch(facecolor=colours[kind][chunk], edgecolor="black", linewidth=0.4, label=label + of)
+        for chunk, of in enumerate(of_chunk)
+        for kind, label in (("F", "forward"), ("B", "backward"))
+    ]  # pairs, since a legend fills its columns from above
+    columns = {1: 2}.get(chunks, chunks if chunks <= 5 else -(-chunks // 2))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8)
+
+
+def _shades(ends: tuple[str, str], count: int) -> list[tuple[float, float, float]]:
+    """``count`` colours from the first to the second; one alone lies between them."""
+    from matplotlib.colors import to_rgb
+
+    first, last = to_rgb(ends[0]), to_rgb(ends[1])
+    parts = [0.5] if count == 1 else [i / (count - 1) for i in range(count)]
+    return [
+        (
+            first[0] + part * (last[0] - first[0]),
+            first[1] + part * (last[1] - first[1]),
+            first[2] + part * (last[2] - first[2]),
+        )
+        for part in parts
+    ]

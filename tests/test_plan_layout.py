@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwright.ckpt.checkpoint import model_from
-from shardwright.tools import plan_layout
+from shardwright.tools import plan_layout, train_ckpt
 from shardwright.train import estimate, hardware, pictures, planning
 from shardwright.train.errors import TrainError
 from shardwright.train.estimate import GIB, Cluster, Plan
@@ -195,21 +197,96 @@ def test_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"reshard {tmp_path} --tp" in out
 
 
-def test_the_commands_are_ones_that_train_ckpt_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    import argparse
-    import shlex
-
-    from shardwright.train import config_options
-
+def test_the_parts_of_memory_in_the_json_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_layout.main(["--params", "70B", "--gpus", "64", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    made = argparse.ArgumentParser(exit_on_error=False)
-    config_options.options(made)
-    words = shlex.split(found["commands"][0].replace("RANK", "0"))
-    args = made.parse_args(words[1:])
-    best = found["layouts"][0]
-    assert (int(args.tp), int(args.pp)) == (best["tp"], best["pp"])
-    assert best["memory_total"] == pytest.approx(sum(best["memory"].values()))
+    for row in json.loads(capsys.readouterr().out)["layouts"]:
+        assert row["memory_total"] == pytest.approx(sum(row["memory"].values()))
+
+
+# a size, GPUs, further options of plan-layout
+RUNNABLE = {
+    "data parallel": "--params 7B --gpus 8",
+    "several machines": "--params 70B --gpus 64",
+    "sequence parallel": "--params 40B --gpus 32",
+    "interleaved": "--params 70B --gpus 64 --pp 8 --global-batch-size 64",
+    "uneven stages": "--params 7B --gpus 6 --pp 3 --global-batch-size 480",
+    "full recomputation": "--params 70B --gpus 32 --recompute full",
+    "sgd": "--params 7B --gpus 16 --tp 2 --optimizer sgd --seq-length 1024",
+}
+
+
+@pytest.fixture(params=RUNNABLE)
+def printed(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[dict[str, Any], str, str]:
+    """The planned layout, its command, and the command beside its YAML."""
+    words = [*shlex.split(RUNNABLE[request.param]), "--output", str(tmp_path / "a plan.yaml")]
+    assert plan_layout.main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    (beside,) = (line for line in said.err.splitlines() if "train-ckpt --config" in line)
+    return found["layouts"][0] | {"words": words}, found["commands"][0], beside
+
+
+def _parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What train-ckpt makes of a printed line, up to where it would look for the model."""
+    from shardwright.train import loop
+
+    seen = []
+
+    def stop(config: Any) -> None:
+        seen.append(config)
+        raise TrainError("enough")
+
+    monkeypatch.setattr(loop, "check", stop)
+    words = shlex.split(line.replace("RANK", "0").replace("ADDRESS", "127.0.0.1"))
+    assert words[0] == "train-ckpt"
+    assert train_ckpt.main(words[1:]) == 1
+    return seen[0]
+
+
+@pytest.mark.parametrize("which", ["command", "command beside the YAML"])
+def test_what_is_printed_runs_as_the_planned_layout(
+    which: str, printed: tuple[dict[str, Any], str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, command, beside = printed
+    config = _parsed(command if which == "command" else beside, monkeypatch)
+    p, b = config.parallelism, config.batch
+    world = best["tp"] * best["pp"] * best["dp"]
+    assert (p.tp, p.pp, b.data_parallel, config.world_size) == (
+        best["tp"], best["pp"], best["dp"], world,
+    )  # fmt: skip
+    assert (b.micro_batch_size, b.num_micro_batches) == (
+        best["micro_batch_size"], best["num_micro_batches"],
+    )  # fmt: skip
+    assert p.sequence_parallel == best["sequence_parallel"]
+    assert p.distributed_optimizer == best["distributed_optimizer"]
+    assert config.recompute.granularity == best["recompute"]
+    assert config.precision.name == "bf16"
+    layers = {"7B": 32, "40B": 48, "70B": 80}[best["words"][1]]
+    per_chunk = layers // best["pp"] // best["vpp"] if best["vpp"] > 1 else None
+    assert p.virtual_pp_layers == per_chunk
+    assert p.stages(layers) == (tuple(best["pp_layers"]) if best["pp_layers"] else None)
+    given = dict(itertools.pairwise(best["words"]))
+    assert config.data.seq_length == int(given.get("--seq-length", 2048))
+    assert config.optimizer.name == given.get("--optimizer", "adamw")
+    assert config.launch.nproc == min(world, 8)
+    assert config.launch.num_machines == -(-world // 8)
+
+
+def test_the_yaml_says_that_it_lacks_the_micro_batch_and_how_to_give_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.yaml"
+    words = ["--params", "13B", "--gpus", "8", "--micro-batch-size", "2", "--output", str(path)]
+    assert plan_layout.main(words) == 0
+    for text in (capsys.readouterr().err, path.read_text()):
+        assert "no key for the micro-batch size, which is 2" in text
+        assert f"train-ckpt --config {path}" in text
+        assert "--micro-batch-size 2" in text
+        assert "batch_size=2" in text
+    without = f"train-ckpt --config {path} --model M --data D --steps 1"
+    assert _parsed(without, monkeypatch).batch.micro_batch_size == 1, "that is why it is said"
 
 
 def test_the_yaml_is_read_back_as_the_layout(tmp_path: Path) -> None:
@@ -352,3 +429,9 @@ def test_a_described_gpu_needs_no_name_in_the_table() -> None:
     with pytest.raises(TrainError, match="--gpu-peak"):
         hardware.find("X9", 64 * GIB, 2e12)
     assert hardware.find("NVIDIA A100 80GB").name == "A100-80GB"
+
+
+def test_alike_names_are_not_taken_for_each_other() -> None:
+    names = {"NVIDIA A10G": "A10G", "A10": "A10", "NVIDIA H200": "H200", "H20": "H20"}
+    assert {name: hardware.find(name).name for name in names} == names
+    assert hardware.find("A10G").peak < 0.6 * hardware.find("A10").peak

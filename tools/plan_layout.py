@@ -156,8 +156,9 @@ def _write(result, args: argparse.Namespace) -> None:
         made = questions.table(planning.answers(result))
         # only the file itself counts here: a run may have another environment
         questions.check(made, str(path), {})
-        questions.write(made, path)
-        print(f"wrote {path}", file=sys.stderr)
+        beside = planning.beside_file(result, args.model, args.output)
+        questions.write(made, path, beside)
+        print("\n".join([f"wrote {path}", *beside]), file=sys.stderr)
     if args.plot:
         from shardwright.train import pictures
 

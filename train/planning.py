@@ -411,12 +411,29 @@ def commands(result: Result, path: str | None) -> list[str]:
                   "--main-process-ip", "ADDRESS", "--main-process-port", "29500"]  # fmt: skip
     words += [
         "--seq-length", str(p.seq), "--micro-batch-size", str(p.micro), "--global-batch-size",
-        str(result.request.global_batch), "--precision", "bf16", "--steps", "1000",
-        "--save-dir", "run",
+        str(result.request.global_batch), "--precision", "bf16", *_REST,
     ]  # fmt: skip
     shard = ["reshard", source, "--tp", str(p.tp), "--pp", str(p.pp)]
     shard += ["--pp-layers", ",".join(map(str, p.stages))] if p.stages else []
     return [" ".join(words), " ".join(shard)]
+
+
+_REST = ("--steps", "1000", "--save-dir", "run")  # what no plan says
+
+
+def beside_file(result: Result, path: str | None, file: str) -> list[str]:
+    """How to use the YAML in ``file``, which has no key for the micro-batch size; lines."""
+    p = result.best.plan
+    words = ["train-ckpt", "--config", shlex.quote(file), "--model", shlex.quote(path or "MODEL"),
+             "--data", "DATA.txt", "--micro-batch-size", str(p.micro)]  # fmt: skip
+    words += ["--machine-rank", "RANK"] if result.request.cluster.nodes > 1 else []
+    words += ["--optimizer", p.optimizer] if p.optimizer != "adamw" else []
+    return [
+        f"Accelerate's form has no key for the micro-batch size, which is {p.micro}: say it beside "
+        "the file,",
+        "  " + " ".join([*words, *_REST]),
+        f"or in a script as DataLoader(..., batch_size={p.micro}).",
+    ]
 
 
 def answers(result: Result) -> dict[str, Any]:

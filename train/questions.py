@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -345,12 +345,12 @@ def refuse_to_replace(path: Path, read: str | None) -> str | None:
     return f"{path} exists, for {engine}"
 
 
-def write(made: Mapping[str, Any], path: Path) -> None:
-    """Write the YAML whole or not at all."""
+def write(made: Mapping[str, Any], path: Path, remarks: Sequence[str] = ()) -> None:
+    """Write the YAML whole or not at all; ``remarks`` are lines of comment before it."""
     import yaml  # type: ignore[import-untyped]
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(dict(made))
+    text = "".join(f"# {line}\n" for line in remarks) + yaml.safe_dump(dict(made))
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:

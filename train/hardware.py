@@ -42,7 +42,7 @@ def _gpu(
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("B200", 178, 8000, 2250, NVLINK, 900, 50),
+        _gpu("B200", 178, 7700, 2250, NVLINK, 900, 50),  # "up to 8 TB/s"; the bus is 7680 bits
         _gpu("H200", 139.8, 4800, 989, NVLINK, 450, 50),
         _gpu("H100", 79.1, 3350, 989, NVLINK, 450, 50),
         _gpu("H100-PCIe", 79.1, 2000, 756, PCIE, 64, 25),
@@ -53,8 +53,9 @@ GPUS: dict[str, GPU] = {
         _gpu("A800", 79.1, 2039, 312, NVLINK, 200, 25),
         _gpu("L40S", 44.4, 864, 362, PCIE, 32, 12.5),
         _gpu("L4", 22.0, 300, 121, PCIE, 32, 3.1),
-        _gpu("A40", 44.4, 696, 150, PCIE, 32, 12.5),
+        _gpu("A40", 44.4, 696, 149.7, PCIE, 32, 12.5),
         _gpu("A10", 22.0, 600, 125, PCIE, 32, 3.1),
+        _gpu("A10G", 22.0, 600, 70, PCIE, 32, 3.1),  # AWS's: little more than half an A10
         _gpu("RTX 4090", 23.5, 1008, 165, PCIE, 32, 3.1),
         _gpu("RTX 3090", 23.5, 936, 71, PCIE, 32, 3.1),
         _gpu("V100", 31.7, 900, 15.7, NVLINK, 150, 3.1),  # no bf16: the peak is that of fp32
@@ -62,7 +63,7 @@ GPUS: dict[str, GPU] = {
 }
 _ALIASES = {
     "A100": "A100-80GB", "A10080": "A100-80GB", "A10040": "A100-40GB", "A10080GB": "A100-80GB",
-    "H10080GB": "H100", "H100SXM": "H100", "A100SXM": "A100-80GB", "A10G": "A10",
+    "H10080GB": "H100", "H100SXM": "H100", "A100SXM": "A100-80GB",
     "V10032GB": "V100", "4090": "RTX 4090", "3090": "RTX 3090", "H200SXM": "H200",
 }  # fmt: skip
 

@@ -28,6 +28,8 @@ JOURNAL = "shardwright.journal"  # in an output that is being written, or was le
 MAX_DEPTH = 100  # of JSON: what is read here must be writable again without deep recursion
 MAX_LAYERS = 10_000  # a config may say any number, and names are made for each
 
+WITHOUT = "pass --weights-only to go on without the optimizer"
+
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
@@ -91,7 +93,10 @@ class Checkpoint:
     headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad
 
     def optimizer_fault(self) -> str:
-        """Why optimizer state here cannot be used, "" if it can. A few elements may be read."""
+        """Why optimizer state here cannot be used, "" if it can. A few elements may be read.
+
+        It ends with `WITHOUT`, which says how the commands go on.
+        """
         if self.doubt is not None and not self.unread_optimizer:
             self.unread_optimizer = self.doubt()
         self.doubt = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -67,6 +68,10 @@ REFUSED: Mapping[str, tuple[Run, list[str]]] = {
     "a checkpoint that was cut": (
         Run("r8", world=2, options={"tp": 2}, resume="cut"),
         ["model_tp_0_pp_0.safetensors", "bytes"],
+    ),
+    "an optimizer that cannot be read": (
+        Run("r10", world=1, resume="bare"),
+        ["optimizer_tp_0_pp_0.safetensors", "are not read", "no_load_optim: true"],
     ),
     "a vocabulary that the data exceed": (
         Run("r9", "narrow", world=1),
@@ -152,6 +157,10 @@ def made(tmp_path_factory) -> Outcome:
             Run("cut", "llama", 1, stop_at=0),
         ]
         assert in_ranks(place / "ranks before", [job(run, place) for run in first]) == [[""]] * 3
+        bare = place / "bare"
+        shutil.copytree(place / "cut" / "checkpoint-0", bare)
+        (bare / "checkpoint.json").unlink()
+        save_file({"of": torch.zeros(2)}, bare / "optimizer_tp_0_pp_0.safetensors")
         cut = place / "cut" / "checkpoint-0" / "model_tp_0_pp_0.safetensors"
         os.truncate(cut, cut.stat().st_size - 100)
         ended = _launches(place)

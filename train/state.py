@@ -22,16 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.ckpt.checkpoint import Checkpoint, Model, ReadOptions
+from shardwright.ckpt.checkpoint import WITHOUT, Checkpoint, Model, ReadOptions
 from shardwright.ckpt.containers import files, safetensors
 from shardwright.ckpt.containers.blueprint import Spec
 from shardwright.ckpt.dtypes import FROM_TORCH
-from shardwright.ckpt.formats import live, shard_names, shards_out
+from shardwright.ckpt.formats import live, megatron, megatron_dist, shard_names, shards_out
 from shardwright.ckpt.formats.live import LiveTensor
 from shardwright.ckpt.manifest import Manifest, SideFile, category_of
 from shardwright.ckpt.mesh import Coord, Mesh
 from shardwright.ckpt.publish import _exchange as exchange
-from shardwright.ckpt.reader import LATEST, read_checkpoint
+from shardwright.ckpt.reader import LATEST, follow, read_checkpoint
 from shardwright.ckpt.target import Target
 
 from . import advice, graphs, rng
@@ -150,8 +150,12 @@ def load(
 
     Any readable checkpoint in any layout. Raises CheckpointError or TrainError.
     """
-    ckpt = read_checkpoint(path, read or ReadOptions())
+    ckpt = read_checkpoint(path, read or _reading(path, held))
     _check_model(ckpt, held)
+    if held.optimizer is not None and not weights_only and (fault := ckpt.optimizer_fault()):
+        raise TrainError(
+            fault.replace(WITHOUT, "no_load_optim: true goes on without the optimizer")
+        )
     held.settle()
     source = _as_masters(ckpt.manifest, held)
     states = {category_of(fqn) for fqn in ckpt.manifest.tensors} - {""}
@@ -161,7 +165,8 @@ def load(
     known = {category_of(fqn) for fqn in source.tensors}
     moments = held.moments()
     kinds = {h.live.state for h in moments}
-    if with_optimizer and (kinds - known) - {"master"}:
+    fresh = with_optimizer and states <= {"master"} and _no_step_yet(ckpt.manifest.state)
+    if with_optimizer and not fresh and (kinds - known) - {"master"}:
         raise TrainError(
             f"{path}: has no {', '.join(sorted(kinds - known))}, which this optimizer needs; "
             "load with weights only"
@@ -172,7 +177,25 @@ def load(
         held.optimizer.refresh_masters()
         log("masters were refreshed from the loaded weights")
     random = _restore_random(ckpt, held, seed, log) if not weights_only else False
-    return Loaded(ckpt, ckpt.step or 0, ckpt.manifest.state, with_optimizer, random)
+    had_moments = with_optimizer and not fresh
+    return Loaded(ckpt, ckpt.step or 0, ckpt.manifest.state, had_moments, random)
+
+
+def _reading(path: str | Path, held: RankState) -> ReadOptions:
+    """Megatron-LM's args do not say how many rows of the vocabulary are true ones; we know."""
+    where = follow(path)
+    silent = megatron.sniff(where) or megatron_dist.sniff(where)
+    if not silent or (where / "config.json").is_file():
+        return ReadOptions()
+    return ReadOptions(vocab_size=held.model.sizes["vocab"])
+
+
+def _no_step_yet(state: Mapping[str, object]) -> bool:
+    """Whether the optimizer was saved before its first step, when it has masters alone."""
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and not any(
+        "step" in group for group in groups if isinstance(group, Mapping)
+    )
 
 
 def _check_model(ckpt: Checkpoint, held: RankState) -> None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..checkpoint import Checkpoint, Model, RankFile, ReadOptions
+from ..checkpoint import WITHOUT, Checkpoint, Model, RankFile, ReadOptions
 from ..containers.blueprint import Entry
 from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError, raise_all
@@ -229,8 +229,7 @@ class _Reader:
         self.result.has_optimizer = True
         if layered:
             self.result.unread_optimizer = (
-                f"{layered[0]}: a layer-wise optimizer (Muon) is not read; pass --weights-only to "
-                "go on without the optimizer"
+                f"{layered[0]}: a layer-wise optimizer (Muon) is not read; {WITHOUT}"
             )
         elif not self.options.weights_only:
             self.optimizer.rank(rank, rows, params, weights)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..box import row_major
 from ..checkpoint import (
+    WITHOUT,
     Checkpoint,
     Model,
     RankFile,
@@ -445,7 +446,7 @@ class _Reader:
         if not self.native:
             self.result.unread_optimizer = (
                 f"{next(iter(found.values()))}: optimizer files of a folder without {CHECKPOINT} "
-                "are not read; pass --weights-only to go on without them"
+                f"are not read; {WITHOUT}"
             )
             return
         shape = dict(self.header.mesh.axes)

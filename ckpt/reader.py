@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import JOURNAL, Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .formats import formats
+from .formats import deepspeed, formats
 
 if TYPE_CHECKING:
     from .lazy import LazyArray
@@ -73,25 +72,13 @@ def is_checkpoint(path: Path) -> bool:
     return path.exists() and any(fmt.sniff(path) for fmt in formats())
 
 
-# rank files of DeepSpeed, and of GPT-NeoX, which trains with it
-_DEEPSPEED = re.compile(
-    r"mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt"
-    r"|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_\w+\.pt"
-)
-
-
 def _unknown(path: Path) -> str:
     """Name what the path looks like and the way on, where we know its kind."""
     if path.is_file():
         return "not a .safetensors or .bin file"
-    names = {child.name for child in path.iterdir()}
-    if any(_DEEPSPEED.fullmatch(name) for name in names):
-        return (
-            "a DeepSpeed or GPT-NeoX checkpoint, not Megatron-LM's; make a Hugging Face folder of "
-            "it with their own tools (zero_to_fp32.py in the folder, GPT-NeoX's "
-            "tools/ckpts/convert_neox_to_hf.py) and give that"
-        )
-    listed = ", ".join(sorted(names)[:5]) or "nothing"
+    if deepspeed.is_deepspeed(path):
+        return deepspeed.WAY_OUT
+    listed = ", ".join(sorted(child.name for child in path.iterdir())[:5]) or "nothing"
     return (
         "no checkpoint here: neither model_tp_X_pp_Y rank files nor Hugging Face weights "
         f"(it holds {listed})"

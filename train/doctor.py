@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from shardwright.ckpt.checkpoint import Model, load_model
+from shardwright.ckpt.checkpoint import Model
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.family import logical_shapes
 
@@ -318,7 +318,7 @@ def examine(
     if config.model.path is not None:
         from .loop import find_source
 
-        model = load_model(find_source(config).config)
+        model = find_source(config).model()
     yield from layout(config, model, machine)
     if model is not None and machine.gpus:
         yield from fits(config, model, min(gpu.total for gpu in machine.gpus))

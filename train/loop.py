@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwright.ckpt.checkpoint import Model, load_model
+from shardwright.ckpt.checkpoint import Model, ReadOptions, load_model, model_from
+from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.formats.side_files import side_files
 from shardwright.ckpt.manifest import SideFile
-from shardwright.ckpt.reader import LATEST, follow, is_checkpoint
+from shardwright.ckpt.reader import LATEST, follow, is_checkpoint, read_checkpoint
 
 from . import advice
 from . import config as settings
@@ -43,10 +45,24 @@ STOP_FILE = "SHARDWRIGHT_STOP_FILE"  # the launcher makes this file to ask for a
 class Source:
     """Where the model comes from."""
 
-    config: Path  # config.json
+    config: Path  # config.json; where the model is described by the checkpoint, its folder
     folder: Path | None  # its folder, for tokenizer and side files
     weights: Path | None  # a checkpoint to load; None starts from random weights
     resumes: bool  # the checkpoint is one of a run, with its optimizer and data cursor
+    described: str | None = None  # text of a config.json that Megatron-LM's args make
+
+    def model(self) -> Model:
+        """The model; CheckpointError for one that no family knows."""
+        if self.described is None:
+            return load_model(self.config)
+        return model_from(json.loads(self.described), str(self.config))
+
+    def reading(self) -> ReadOptions:
+        """How to read the weights: a folder without a config is believed to be of this model."""
+        own = self.described is not None or self.weights is None
+        if own or (self.weights / "config.json").is_file():  # type: ignore[operator]
+            return ReadOptions()
+        return ReadOptions(config=self.config)
 
 
 def find_source(config: TrainConfig) -> Source:
@@ -64,7 +80,7 @@ def find_source(config: TrainConfig) -> Source:
         where = follow(resume)
         model = _config_file(config.model.path) if config.model.path else where / "config.json"
         if not model.is_file():
-            raise TrainError(f"{where}: has no config.json; name the model with --model")
+            return Source(where, where, where, resumes=True, described=_described(where))
         return Source(model, where, where, resumes=True)
     assert config.model.path is not None
     path = _config_file(config.model.path)
@@ -72,6 +88,20 @@ def find_source(config: TrainConfig) -> Source:
         return Source(path, None, None, resumes=False)  # a config alone: random weights, bytes
     has_weights = is_checkpoint(path.parent)
     return Source(path, path.parent, path.parent if has_weights else None, resumes=False)
+
+
+def _described(where: Path) -> str:
+    """The text of the config.json that a checkpoint of Megatron-LM makes of its args."""
+    try:
+        sides = read_checkpoint(where, ReadOptions(weights_only=True)).manifest.side_files
+    except CheckpointError as error:
+        raise TrainError(
+            f"{where}: has no config.json; name the model with --model ({error})"
+        ) from error
+    text = next((side.text for side in sides if side.name == "config.json"), "")
+    if not text:
+        raise TrainError(f"{where}: has no config.json; name the model with --model")
+    return text
 
 
 def _config_file(text: str) -> Path:
@@ -100,7 +130,7 @@ def positions_of(model: Model) -> int | None:
 def check(config: TrainConfig) -> None:
     """What can be refused before any process is started: model, layout, batch, files."""
     source = find_source(config)
-    model = load_model(source.config)
+    model = source.model()
     config = settle(config, model, str(source.config))
     layout = layout_of(config)
     layout.data_parallel(config.world_size)
@@ -161,7 +191,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.source = find_source(config)
-        self.model = load_model(self.source.config)
+        self.model = self.source.model()
         self.config = settle(config, self.model, str(self.source.config))
         self.parallel: Parallel = initialize(
             layout_of(self.config),
@@ -257,14 +287,19 @@ class Trainer:
 
     def _load(self) -> None:
         """Weights from a Hugging Face folder, or everything from a checkpoint."""
+        self.sides: tuple[SideFile, ...] = ()
         if self.source.weights is None:
+            if self.source.folder is not None and self.parallel.rank == 0:
+                self.sides = side_files(self.source.folder)
             self.say("starting from random weights")
             return
         weights_only = not (self.source.resumes and self.config.saving.load_optimizer)
         found = load(
-            self.source.weights, self.held, weights_only=weights_only, seed=self.config.seed,
-            log=self.say,
+            self.source.weights, self.held, read=self.source.reading(), weights_only=weights_only,
+            seed=self.config.seed, log=self.say,
         )  # fmt: skip
+        # not all below its folder: one of Megatron-LM holds weights of other names
+        self.sides = found.checkpoint.manifest.side_files
         if self.source.resumes:
             self._resume(found)
         self.say(f"loaded {self.source.weights}" + (f" at step {self.step}" if self.step else ""))
@@ -278,6 +313,8 @@ class Trainer:
             why = "has no data cursor" if data is None else "counts the rows of a script's loaders"
             self.say(f"the checkpoint {why}; samples start from the first")
         groups = found.state.get("param_groups")
+        if not found.optimizer and self.config.saving.load_optimizer:
+            self.say("the checkpoint has no optimizer state; moments start at zero")
         if found.optimizer and isinstance(groups, list) and groups and self.engine.view:
             self.engine.view.set_step(int(groups[0].get("step", found.step)))
         self.schedule.step(self.step)
@@ -397,9 +434,9 @@ class Trainer:
             return
         sides: list[SideFile] = []
         if self.parallel.rank == 0:
-            sides = list(side_files(self.source.folder)) if self.source.folder else []
-            sides = [s for s in sides if s.name != "config.json"]
-            sides.append(SideFile("config.json", str(self.source.config)))
+            sides = [s for s in self.sides if s.name != "config.json"]
+            source, text = self.source.config, self.source.described
+            sides.append(SideFile("config.json", "" if text else str(source), text or ""))
         self.saver.save(self.save_dir / f"checkpoint-{self.step}", self.step, self.state(), sides)
 
 

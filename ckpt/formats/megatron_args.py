@@ -185,7 +185,11 @@ def _number(args: Mapping[str, object], key: str, origin: str) -> int:
 
 
 def config_from_args(args: Mapping[str, object], origin: str) -> dict[str, object]:
-    """A Hugging Face config, without vocab_size; CheckpointError for models of no family."""
+    """A Hugging Face config, without vocab_size; CheckpointError for models of no family.
+
+    An arg that is None says nothing: the default of Megatron-LM counts.
+    """
+    args = {key: value for key, value in args.items() if value is not None}
     for key, plain in _PLAIN.items():
         if args.get(key) not in plain:
             what = _LATER.get(key, f"a model with {key}={args[key]!r}")
@@ -301,8 +305,7 @@ def _llama(args: Mapping[str, object], origin: str) -> dict[str, object]:
         "max_position_embeddings": args.get("max_position_embeddings")
         or args.get("seq_length", 2048),
         "rms_norm_eps": _eps(args),
-        "rope_theta": float(args.get("rotary_base", 10000)),  # type: ignore[arg-type]
-        "rope_scaling": _scaling(args),
+        **_rope(args, origin),
         "initializer_range": args.get("init_method_std", 0.02),
         "attention_dropout": args.get("attention_dropout", 0.0) or 0.0,
         "tie_word_embeddings": _tied(args),
@@ -320,16 +323,31 @@ def _llama(args: Mapping[str, object], origin: str) -> dict[str, object]:
     return config
 
 
-def _scaling(args: Mapping[str, object]) -> object:
-    """Megatron's --use-rope-scaling is Llama 3's, with constants of its own."""
-    if not args.get("use_rope_scaling"):
-        return None
+# Megatron-LM's --use-rope-scaling is Llama 3's, with these constants and a factor of the user's
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _rope(args: Mapping[str, object], origin: str) -> dict[str, object]:
+    """Rotary frequencies under the keys of older transformers and under those of newer ones.
+
+    Each kind ignores the other's keys and falls back to a base of 10000 in silence.
+    """
+    base = args.get("rotary_base", 10000)
+    if not isinstance(base, (int, float)) or base <= 0:
+        raise CheckpointError(f"{origin}: args say rotary_base {base!r}, no number above 0")
+    scaling: dict[str, object] | None = None
+    if args.get("use_rope_scaling"):
+        factor = args.get("rope_scaling_factor", 8.0)
+        scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    parameters = {"rope_theta": float(base), **(scaling or {"rope_type": "default"})}
     return {
-        "rope_type": "llama3",
-        "factor": args.get("rope_scaling_factor", 8.0),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        "rope_theta": float(base),
+        "rope_scaling": scaling,
+        "rope_parameters": parameters,
     }
 
 
@@ -383,13 +401,14 @@ def args_for(
     dtype: str,
     step: int | None,
     transformer_engine: bool = False,
+    origin: str = "config.json",
 ) -> Args:
     """The args of a checkpoint in this layout: the source's, else what the config says.
 
     ``stages`` are the layers of each pipeline stage where they are uneven. ``dtype`` is a key of
-    dtypes.ITEMSIZE.
+    dtypes.ITEMSIZE. CheckpointError, which names ``origin``, for what args cannot say.
     """
-    args: Args = dict(source) if source else _from_config(model, transformer_engine)
+    args: Args = dict(source) if source else _from_config(model, transformer_engine, origin)
     layers = model.sizes["layer"]
     args.update(
         tensor_model_parallel_size=tp,
@@ -417,6 +436,8 @@ def args_for(
         fp16=dtype == "F16",
         ckpt_format="torch",
     )
+    if "local_rank" in args:
+        args["local_rank"] = 0
     if tp == 1:
         args["sequence_parallel"] = False
     if step is not None:
@@ -427,7 +448,7 @@ def args_for(
     return args
 
 
-def _from_config(model: Model, transformer_engine: bool) -> Args:
+def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
     """What Megatron-LM needs to know of a model that it did not write."""
     config, sizes = model.config, model.sizes
     name = model.family.name
@@ -435,12 +456,9 @@ def _from_config(model: Model, transformer_engine: bool) -> Args:
     def said(*keys: str, default: object = None) -> object:
         return next((config[key] for key in keys if config.get(key) is not None), default)
 
-    rope: Any = said("rope_parameters", default={}) or {}
     learned = "pos" in sizes
     ffn = sizes["gate"] if "gate" in sizes else sizes["f"]
-    theta = said("rope_theta", default=rope.get("rope_theta", 10000.0))
-    scaling: Any = said("rope_scaling", default=rope) or {}
-    llama3 = scaling.get("rope_type", scaling.get("type")) == "llama3"
+    theta, scaling = _rotary(config, origin)
     bias = learned or "mlp_bias" in model.flags
     act = str(said("activation_function", "hidden_act", "hidden_activation", default=""))
     positions = said("max_position_embeddings", "n_positions", default=2048)
@@ -456,11 +474,11 @@ def _from_config(model: Model, transformer_engine: bool) -> Args:
         "seq_length": positions,
         "position_embedding_type": "learned_absolute" if learned else "rope",
         "add_position_embedding": True,
-        "rotary_base": int(theta) if float(theta).is_integer() else theta,  # type: ignore[arg-type, call-overload]
-        "rotary_percent": 1.0,
+        "rotary_base": int(theta) if float(theta).is_integer() else theta,
+        "rotary_percent": said("partial_rotary_factor", default=1.0),
         "rotary_interleaved": False,
-        "use_rope_scaling": llama3,
-        "rope_scaling_factor": scaling.get("factor", 8.0),
+        "use_rope_scaling": scaling is not None,
+        "rope_scaling_factor": 8.0 if scaling is None else scaling,
         "normalization": "LayerNorm" if learned else "RMSNorm",
         "norm_epsilon": said("rms_norm_eps", "layer_norm_epsilon", default=1e-5),
         "layernorm_epsilon": said("rms_norm_eps", "layer_norm_epsilon", default=1e-5),
@@ -482,7 +500,35 @@ def _from_config(model: Model, transformer_engine: bool) -> Args:
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
+    window = config.get("sliding_window")
+    if name == "mistral" and type(window) is int:
+        args["window_size"] = {"$tuple": [window - 1, 0]}  # the own token is not counted
     return args
+
+
+def _rotary(config: Mapping[str, object], origin: str) -> tuple[Any, Any]:
+    """(base of the frequencies, factor of Llama 3's scaling or None) that a config says.
+
+    CheckpointError for a scaling that args cannot say: weights with other args are another model.
+    """
+    new: Any = config.get("rope_parameters")
+    old: Any = config.get("rope_scaling")
+    rope = {**(new if isinstance(new, dict) else {}), **(old if isinstance(old, dict) else {})}
+    base = config.get("rope_theta")
+    if base is None:
+        base = rope.get("rope_theta")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in (None, "default"):
+        return 10000.0 if base is None else base, None
+    odd = [f"{k} {rope.get(k)!r}, not {n!r}" for k, n in _LLAMA3.items() if rope.get(k) != n]
+    if kind != "llama3" or odd:
+        what = f" with {'; '.join(odd)}" if kind == "llama3" else ""
+        raise CheckpointError(
+            f"{origin}: its config scales rotary positions by {kind!r}{what}, which Megatron-LM's "
+            "args cannot say; name a config without that with --config, and tell Megatron-LM of "
+            "the scaling by its own options"
+        )
+    return 10000.0 if base is None else base, rope.get("factor", 8.0)
 
 
 def json_text(config: Mapping[str, object]) -> str:

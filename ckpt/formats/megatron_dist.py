@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from ..box import Box, range_boxes, row_major
-from ..checkpoint import Checkpoint, Model, RankFile, ReadOptions, load_json
+from ..checkpoint import WITHOUT, Checkpoint, Model, RankFile, ReadOptions, load_json
 from ..containers import torchzip
 from ..containers.blueprint import Index
 from ..dtypes import ITEMSIZE
@@ -75,7 +75,7 @@ def _check_kind(folder: Path) -> None:
     """Only finished saves of the one backend."""
     file = folder / DESCRIBES
     if not file.is_file():
-        if not (folder / COMMON).exists():
+        if (folder / METADATA).exists() and not (folder / COMMON).exists():
             raise CheckpointError(
                 f"{folder}: holds {METADATA} and no {COMMON}: a checkpoint of PyTorch's own "
                 "(fsdp_dtensor or torch_dcp), which is not read; save it with --ckpt-format "
@@ -173,9 +173,7 @@ class _Reader:
         if flat and not self.options.weights_only:
             why = megatron_dist_flat.read(self, flat)
             if why:
-                result.unread_optimizer = (
-                    f"{why}; pass --weights-only to go on without the optimizer"
-                )
+                result.unread_optimizer = f"{why}; {WITHOUT}"
         self._left_out()
         if not result.unread_optimizer:
             self._check_states()
@@ -394,8 +392,7 @@ def _shifted_masters(
         return ""
     return (
         f"{folder}: {wrong}: the optimizer state is shifted against the weights (megatron-core "
-        "0.16.1 writes it so with several padded buckets); pass --weights-only to go on without "
-        "the optimizer"
+        f"0.16.1 writes it so with several padded buckets); {WITHOUT}"
     )
 
 

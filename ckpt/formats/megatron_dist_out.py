@@ -97,7 +97,7 @@ class _Writer:
             OutFile(str(self.folder / COMMON), torchzip.layout_tree(self._common())),
             OutFile(str(self.folder / METADATA), _whole(self._metadata())),
         ]
-        notes = [*self.classic.notes, "random states are left out: load with --no-load-rng"]
+        notes = [*self.classic.notes, self.classic.how_to_load()]
         manifest = Manifest(self.collector.metas, self.collector.chunks.by_name)
         return Design(files, manifest, 0, notes)
 

@@ -16,7 +16,7 @@ from ..containers.blueprint import Entry, Index
 from ..errors import CheckpointError, raise_all
 from ..manifest import SideFile
 from ..mesh import Coord, Mesh
-from . import megatron_args, megatron_names
+from . import deepspeed, megatron_args, megatron_names
 from .shard_names import MAX_RANKS
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -58,7 +58,10 @@ def iterations(path: Path) -> list[Path]:
 
 def is_dist(path: Path) -> bool:
     """Whether an iteration is of the distributed format, finished or not."""
-    return any((path / name).exists() for name in ("metadata.json", ".metadata", "common.pt"))
+    names = ("metadata.json", ".metadata", "common.pt")
+    if any((path / name).exists() for name in names):
+        return True
+    return path.is_dir() and any(path.glob("*.distcp"))
 
 
 def has_ranks(path: Path) -> bool:
@@ -86,6 +89,8 @@ def iteration_folder(path: Path, wanted: int | None) -> Path:
         name = text if text == "release" else f"iter_{int(text):07d}"
         origin = f"{tracker.name} says {text}"
     folder = path / name
+    if not folder.is_dir() and deepspeed.is_deepspeed(path):
+        raise CheckpointError(f"{path}: {deepspeed.WAY_OUT}")  # its tracker is Megatron-LM's
     if not folder.is_dir():
         have = ", ".join(c.name for c in iterations(path)) or "none"
         raise CheckpointError(
@@ -121,10 +126,15 @@ def rank_files(folder: Path) -> dict[Coord, RankFile]:
         if match and child.is_dir():
             found.append((tuple(None if n is None else int(n) for n in match.groups()), child))
     if not found:
-        raise CheckpointError(f"{folder}: holds no mp_rank_TT folder")
+        raise CheckpointError(
+            f"{folder}: holds no mp_rank_TT folder; the save was not finished{_others(folder)}"
+        )
+    _check_files(folder, [child for _, child in found])
     ranks = [(numbers, _rank_file(child)) for numbers, child in found]
+    thirds = {numbers[2] for numbers, _ in found} - {None}
     for numbers, rank in ranks:
-        _refuse_experts(rank, numbers[2] is not None)
+        # Megatron-LM looks for mp_rank_00_000_000 as well where there are no experts.
+        _refuse_experts(rank, numbers[2] is not None and thirds != {0})
     if _suffix_is_expert([(numbers[1], rank) for numbers, rank in ranks]):
         raise CheckpointError(
             f"{folder}: the second number of {found[-1][1].name} is an expert-parallel rank; "
@@ -142,12 +152,36 @@ def rank_files(folder: Path) -> dict[Coord, RankFile]:
     return dict(sorted(placed.items()))
 
 
+def _others(folder: Path) -> str:
+    """What else to read, where the folder of an iteration is not whole."""
+    have = [c.name for c in iterations(folder.parent) if c != folder]
+    if not ITERATION.fullmatch(folder.name) or not have:
+        return ""
+    return f"; other iterations here: {', '.join(have)} (--iteration N picks one)"
+
+
+def _weights_file(folder: Path) -> Path | None:
+    """The file of a rank's weights; Megatron-LM itself writes the first of the names."""
+    return next((folder / name for name in FILES if (folder / name).is_file()), None)
+
+
+def _check_files(folder: Path, ranks: list[Path]) -> None:
+    """Every rank folder has its weights; all that lack them are named."""
+    faults = []
+    for child in ranks:
+        if _weights_file(child) is None:
+            have = sorted(c.name for c in child.iterdir())
+            odd = next((name for name in have if name.startswith("layer_wise_optimizer")), None)
+            why = f" (the folder holds {', '.join(have[:4]) or 'nothing'})"
+            if odd:
+                why = f" ({odd} is of a layer-wise optimizer, which is not read)"
+            faults.append(f"{child / FILES[0]}: is missing{why}")
+    raise_all(faults, f"{folder}: an unfinished save{_others(folder)}" if faults else "")
+
+
 def _rank_file(folder: Path) -> RankFile:
-    odd = sorted(c.name for c in folder.iterdir() if c.name.startswith("layer_wise_optimizer"))
-    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if file is None:
-        why = f" ({odd[0]} is of a layer-wise optimizer, which is not read)" if odd else ""
-        raise CheckpointError(f"{folder / FILES[0]}: is missing{why}")
+    file = _weights_file(folder)
+    assert file is not None, "checked before"
     index = torchzip.index(str(file))
     version = index.extra.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version not in VERSIONS:
@@ -213,8 +247,8 @@ def _suffix_is_expert(ranks: list[tuple[int | None, RankFile]]) -> bool:
     Only the first pipeline stage holds the embedding; every expert-parallel rank does.
     """
     seconds = {second for second, _ in ranks}
-    if seconds == {None}:
-        return False
+    if seconds <= {None, 0}:
+        return False  # one stage, and one expert-parallel rank at most
     args = ranks[0][1].args
     said = args.get("pipeline_model_parallel_size")
     if type(said) is int:

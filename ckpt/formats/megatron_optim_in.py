@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..box import row_major
-from ..checkpoint import Checkpoint
+from ..checkpoint import WITHOUT, Checkpoint
 from ..checkpoint import RankFile as Listed
 from ..containers import pickled, torchzip
 from ..containers.blueprint import Entry
@@ -48,7 +48,7 @@ class OptimizerReader:
         self.native: list[dict[str, object]] = []  # param_groups as the trainer keeps them
 
     def _unreadable(self, why: str) -> None:
-        self.result.unread_optimizer = f"{why}; pass --weights-only to go on without the optimizer"
+        self.result.unread_optimizer = f"{why}; {WITHOUT}"
 
     def rank(
         self,
@@ -129,12 +129,22 @@ class OptimizerReader:
             return
         for (state, name), entry in have.items():
             self.gather.add(state, rows[name], entry, file)
+        if not self.state and not any(state in STATES.values() for state, _ in have):
+            self._say_fresh(file, groups)
         for state in (*STATES.values(), "master"):
             some = {name for s, name in have if s == state}
             wanted = [p.name for b in (half if state == "master" else buckets) for p in b]
             lacking = [name for name in wanted if name not in some]
             if some and lacking:
                 self.gather.faults.append(f"{file}: {state} of {lacking[0]}: missing")
+
+    def _say_fresh(self, file: str, groups: Sequence[Group]) -> None:
+        """Adam makes its moments in its first step; a save may come before that."""
+        if any("betas" in group for group in groups):
+            self.result.notes.append(
+                f"{file}: the optimizer has no moments: it was saved before its first step, and "
+                "they start at zero"
+            )
 
     # --- the distributed optimizer -----------------------------------------------------------
 

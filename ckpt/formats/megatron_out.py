@@ -120,6 +120,7 @@ class Writer:
             dtype=main_dtype(self.order.metas),
             step=target.step,
             transformer_engine=self.fused,
+            origin=str(self.order.source.path),
         )
 
     def design(self) -> Design:
@@ -127,14 +128,21 @@ class Writer:
             self._rank(coord, list(self._rows(coord, placed)))
         raise_all(self.collector.faults, "these tensors cannot be packed")
         repeats = sum({"tie_word_embeddings", "pp>1"} <= set(r.when) for r in self.here.rules)
-        self.notes.append(
-            "random states are left out: load with --no-load-rng"
-            if self.states
-            else "weights alone: load with --no-load-optim --no-load-rng, or --finetune"
-        )
+        self.notes.append(self.how_to_load())
         manifest = Manifest(self.collector.metas, self.collector.chunks.by_name)
         tied = repeats * (1 + len(self.states))
         return Design(self.collector.files, manifest, tied, self.notes)
+
+    def how_to_load(self) -> str:
+        """Megatron-LM's options for what is written."""
+        if not self.states:
+            return "weights alone: load with --no-load-optim --no-load-rng, or --finetune"
+        if not any(state in _MOMENTS for state in self.states):
+            return (
+                "the optimizer has masters and no moments yet: load with --no-load-optim "
+                "--no-load-rng"
+            )
+        return "random states are left out: load with --no-load-rng"
 
     def _rows(self, coord: Coord, placed: Sequence[Placed]) -> Iterator[_Row]:
         """A rank's tensors in registration order."""

@@ -612,6 +612,20 @@ def _slow_network() -> None:
         _slow_call(rank, import_megatron("distributed"), "finalize_model_grads")
 
 
+def _known_costs() -> None:
+    """Passes forward take 10 ms for each layer, and for the output layer as long as for four."""
+    from shardwright.train import engine
+
+    step = engine._forward_step
+
+    def slow(run, batches, chunk):
+        model = chunk.module
+        time.sleep(0.01 * (len(model.decoder.layers) + 4 * model.post_process))
+        return step(run, batches, chunk)
+
+    _patch(engine, "_forward_step", slow)
+
+
 def _slow_disk() -> None:
     """A rank's files of a checkpoint take longer than the steps until the next one."""
     from shardwright.train import state
@@ -650,6 +664,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "slow data": _slow_data,
     "slow forward": _slow_forward,
     "slow network": _slow_network,
+    "known costs": _known_costs,
     "slow disk": _slow_disk,
     "full disk": _full_disk,
 }

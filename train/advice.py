@@ -462,7 +462,7 @@ def report(
         head = f"step {step} took {_longest(times):.3g} s, usual are {slow.usual:.3g} s"
     else:
         findings = [*_measured(config, times, layers)]
-        head = f"steps until {step} took {_longest(times):.3g} s"
+        head = f"steps up to {step} took {_longest(times):.3g} s each"
     if slow is None and not findings:
         return Report(step, ())
     lines = [f"{head}: {_phases(times, slow, config.parallelism.pp)}"]

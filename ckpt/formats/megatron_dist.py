@@ -30,7 +30,14 @@ from ..family import Piece, Placed, build_mesh, logical_shapes, place, restrict
 from ..layout import check_layout, default_layout, rounds
 from ..manifest import Chunk, SideFile, category_of
 from ..mesh import Mesh
-from . import megatron_args, megatron_dist_files, megatron_dist_flat, megatron_files, megatron_names
+from . import (
+    megatron,
+    megatron_args,
+    megatron_dist_files,
+    megatron_dist_flat,
+    megatron_files,
+    megatron_names,
+)
 from .gather import Gather
 from .megatron_dist_files import COMMON, DESCRIBES, METADATA, Blob, Grid, Stored, read_headers
 from .megatron_files import TRACKER, iteration_folder
@@ -67,6 +74,8 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint; raises CheckpointError with what does not fit."""
     folder = path / "dist_ckpt" if (path / "dist_ckpt").is_dir() else path
     folder = iteration_folder(folder, options.iteration)
+    if not megatron_files.is_dist(folder) and megatron_files.has_ranks(folder):
+        return megatron.read(path, options)  # saved before the run changed its format
     _check_kind(folder)
     return _Reader(path, folder, options).checkpoint()
 
@@ -82,8 +91,8 @@ def _check_kind(folder: Path) -> None:
                 "torch_dist"
             )
         raise CheckpointError(
-            f"{folder}: an unfinished save ({DESCRIBES}, which is written last, is missing); name "
-            "another iteration with --iteration N"
+            f"{folder}: an unfinished save ({DESCRIBES}, which is written last, is missing)"
+            + (megatron_files.others(folder) or "; name another iteration with --iteration N")
         )
     backend = load_json(file).get("sharded_backend")
     if backend != "torch_dist":

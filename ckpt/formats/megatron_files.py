@@ -84,7 +84,8 @@ def iteration_folder(path: Path, wanted: int | None) -> Path:
         text = tracker.read_text(errors="replace").strip()
         if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
             raise CheckpointError(
-                f"{tracker}: says {text[:80]!r}, neither an iteration nor 'release'"
+                f"{tracker}: says {text[:80]!r}, neither an iteration nor 'release'; iterations "
+                f"here: {_listed_iterations(path)} (--iteration N picks one)"
             )
         name = text if text == "release" else f"iter_{int(text):07d}"
         origin = f"{tracker.name} says {text}"
@@ -92,12 +93,15 @@ def iteration_folder(path: Path, wanted: int | None) -> Path:
     if not folder.is_dir() and deepspeed.is_deepspeed(path):
         raise CheckpointError(f"{path}: {deepspeed.WAY_OUT}")  # its tracker is Megatron-LM's
     if not folder.is_dir():
-        have = ", ".join(c.name for c in iterations(path)) or "none"
         raise CheckpointError(
-            f"{folder}: is not there, and {origin}; iterations here: {have} (--iteration N "
-            "picks one)"
+            f"{folder}: is not there, and {origin}; iterations here: {_listed_iterations(path)} "
+            "(--iteration N picks one)"
         )
     return folder
+
+
+def _listed_iterations(path: Path) -> str:
+    return ", ".join(c.name for c in iterations(path)) or "none"
 
 
 @dataclass(slots=True)
@@ -127,14 +131,13 @@ def rank_files(folder: Path) -> dict[Coord, RankFile]:
             found.append((tuple(None if n is None else int(n) for n in match.groups()), child))
     if not found:
         raise CheckpointError(
-            f"{folder}: holds no mp_rank_TT folder; the save was not finished{_others(folder)}"
+            f"{folder}: an unfinished save (it holds no mp_rank_TT folder){others(folder)}"
         )
     _check_files(folder, [child for _, child in found])
     ranks = [(numbers, _rank_file(child)) for numbers, child in found]
-    thirds = {numbers[2] for numbers, _ in found} - {None}
     for numbers, rank in ranks:
         # Megatron-LM looks for mp_rank_00_000_000 as well where there are no experts.
-        _refuse_experts(rank, numbers[2] is not None and thirds != {0})
+        _refuse_experts(rank, numbers[2] not in (None, 0))
     if _suffix_is_expert([(numbers[1], rank) for numbers, rank in ranks]):
         raise CheckpointError(
             f"{folder}: the second number of {found[-1][1].name} is an expert-parallel rank; "
@@ -152,8 +155,8 @@ def rank_files(folder: Path) -> dict[Coord, RankFile]:
     return dict(sorted(placed.items()))
 
 
-def _others(folder: Path) -> str:
-    """What else to read, where the folder of an iteration is not whole."""
+def others(folder: Path) -> str:
+    """What else there is to read where the folder of an iteration is not whole; or ""."""
     have = [c.name for c in iterations(folder.parent) if c != folder]
     if not ITERATION.fullmatch(folder.name) or not have:
         return ""
@@ -176,7 +179,7 @@ def _check_files(folder: Path, ranks: list[Path]) -> None:
             if odd:
                 why = f" ({odd} is of a layer-wise optimizer, which is not read)"
             faults.append(f"{child / FILES[0]}: is missing{why}")
-    raise_all(faults, f"{folder}: an unfinished save{_others(folder)}" if faults else "")
+    raise_all(faults, f"{folder}: an unfinished save{others(folder)}" if faults else "")
 
 
 def _rank_file(folder: Path) -> RankFile:

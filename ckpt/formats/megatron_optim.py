@@ -37,26 +37,31 @@ _Key = tuple[bool, bool]  # has weight decay, has a learning rate of its own
 
 
 def _default_key(param: Param, group_has_own_lr: bool) -> _Key:
-    decays = not (param.name.endswith(".bias") or len(param.shape) == 1)
+    flat = param.name.endswith(".bias") or len(param.shape) == 1
     own = group_has_own_lr and param.name.startswith(("embedding.", "output_layer."))
-    return decays, own
+    return not flat, own
 
 
 def _qk_norm_key(param: Param, group_has_own_lr: bool) -> _Key:
     """--apply-wd-to-qk-layernorm."""
-    decays, own = _default_key(param, group_has_own_lr)
-    return decays or ".q_layernorm." in param.name or ".k_layernorm." in param.name, own
+    decay, own = _default_key(param, group_has_own_lr)
+    return decay or ".q_layernorm." in param.name or ".k_layernorm." in param.name, own
 
 
 def _no_groups_key(param: Param, group_has_own_lr: bool) -> _Key:
     return True, False
 
 
-def _group_key(group: Group) -> _Key:
+def decays(group: Group) -> bool:
+    """Whether a group has weight decay."""
     decay = group.get("wd_mult", group.get("pre_wd_mult"))
     if decay is None:
         decay = group.get("weight_decay", 0.0)
-    return bool(decay), group.get("is_decoupled_lr") is True
+    return bool(decay)
+
+
+def _group_key(group: Group) -> _Key:
+    return decays(group), group.get("is_decoupled_lr") is True
 
 
 def group_params(groups: Sequence[Group], params: Sequence[Param]) -> list[list[Param]] | None:

@@ -229,7 +229,7 @@ class Writer:
         if isinstance(saved, dict) and isinstance(saved.get("param_groups"), list):
             decoded: Any = megatron_args.decode(saved["param_groups"])
             step = saved.get("step")
-            groups = [dict(group) for group in decoded]
+            groups = [_identified(dict(group)) for group in decoded]
             step_in = str(saved.get("step_in", "groups"))
             if any("amsgrad" in group for group in groups):
                 step_in = "state"  # of torch's Adam; the distributed optimizer has it in groups
@@ -393,6 +393,15 @@ class Writer:
             if fqn not in self.collector.metas:
                 meta = piece_meta(piece, self.here.shapes, self.here.sizes, dtype)
                 self.collector.metas[fqn] = meta
+
+
+def _identified(group: dict[str, Any]) -> dict[str, Any]:
+    """With all values by which megatron-core tells groups apart: older ones saved fewer."""
+    decays = {"wd_mult": float(megatron_optim.decays(group))}
+    for key, value in {**decays, **_GROUP}.items():
+        if f"pre_{key}" not in group:
+            group.setdefault(key, value)
+    return group
 
 
 def plain(args: Mapping[str, object]) -> dict[str, object]:

@@ -65,7 +65,7 @@ from test_megatron_dist import FULL
 from test_megatron_dist import _copy as copy_of_dist
 from test_megatron_dist import _edit as edit_metadata
 from test_megatron_loads import _by_name, _flat_file
-from train_runs import Run, in_ranks, job, losses, make_place, rows
+from train_runs import Run, Setup, in_ranks, job, losses, make_place, rows
 
 from shardwright.ckpt import (
     CheckpointError,
@@ -199,6 +199,7 @@ def _runs(place: Path, golden: Path | None) -> list[Run]:
         Run("on-one", world=1, options=one, resume=f"{source}_dist", stop_at=3),
         Run("on-flat", world=4, options=flat, resume=str(golden / FLAT), stop_at=3),
         Run("on-dist-flat", world=4, options=flat, resume=str(golden / FULL), stop_at=3),
+        Run("from", world=2, options={**ON, "tp": 2, "model": source}, stop_at=0),
         Run("on-fresh", world=1, options=fresh, resume="fresh", stop_at=3),
         Run("on-fresh-step", world=1, options={**fresh, "steps": 4}, resume="fresh"),
     ]
@@ -211,11 +212,17 @@ def runs(tmp_path_factory) -> Runs:
 
     place = make_place(tmp_path_factory.mktemp("runs"))
     made = _runs(place, GOLDEN if GOLDEN.is_dir() else None)
+    jobs = {run.name: job(run, place) for run in made}
+    if GOLDEN.is_dir():
+        merge(GOLDEN / f"{LLAMA}_torch", place / "hf", run=QUIET, read=ReadOptions(vocab_size=251))
+        setup = dataclasses.asdict(Setup(str(place / "hf"), tp=2, precision="bf16"))
+        source = str(GOLDEN / f"{LLAMA}_torch_dist")
+        jobs["script"] = (2, "loaded", {"setup": setup, "source": source})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWRIGHT_CACHE", str(place / "cache"))
-        found = in_ranks(place / "ranks", [job(run, place) for run in made])
-    returned = {run.name: said for run, said in zip(made, found, strict=True)}
-    assert {name: said for name, said in returned.items() if any(said)} == {}
+        found = in_ranks(place / "ranks", list(jobs.values()))
+    returned = dict(zip(jobs, found, strict=True))
+    assert {run.name: returned[run.name] for run in made if any(returned[run.name])} == {}
     return Runs(place, returned)
 
 
@@ -276,6 +283,30 @@ def test_a_run_goes_on_from_a_distributed_optimizer_of_megatron(
     assert {group["step"] for group in _table(made)["param_groups"]} == {3}
 
 
+def test_a_script_loads_what_megatron_saved_into_its_own_model(golden: Path, runs: Runs) -> None:
+    """Args count the padded rows of the vocabulary; the script's model knows the true ones."""
+    source = golden / f"{LLAMA}_torch_dist"
+    reshard(source, runs / "script-wanted", to="megatron", tp=2, pp=1, run=QUIET)
+    weights = megatron_weights(runs / "script-wanted")
+    optimizer = megatron_optimizer(runs / "script-wanted")
+    for t, said in enumerate(runs.returned["script"]):
+        assert (said["step"], said["optimizer"]) == (3, True)
+        wanted = numbered_globally({(0, 0): {**weights[t, 0], **optimizer[t, 0]}}, 4)
+        _assert_equal({(0, 0): said["tensors"]}, wanted)
+
+
+def test_weights_of_megatron_alone_come_with_masters_of_their_own(golden: Path, runs: Runs) -> None:
+    """As the model of another run: NovaSky-AI/SkyRL#2149, NVIDIA/apex#42."""
+    made = runs / "from" / "checkpoint-0"
+    oracle = golden / f"{LLAMA}_torch__convertpy_to_tp2pp1_torch"
+    _assert_equal(load_ranks(made), numbered_globally(megatron_weights(oracle), 4))
+    found = load_optimizer(made)
+    for rank, weights in load_ranks(made).items():
+        for name, weight in weights.items():
+            assert torch.equal(found[rank][f"master/{name}"].bfloat16(), weight.reshape(-1))
+            assert not found[rank][f"exp_avg/{name}"].any()
+
+
 def test_steps_after_a_resume_from_megatron_do_not_depend_on_its_format(
     golden: Path, runs: Runs
 ) -> None:
@@ -299,6 +330,23 @@ def test_what_megatron_saved_does_not_travel_into_the_runs_own_checkpoints(
         weights = {n for n in names if re.fullmatch(r"(model|optimizer|random_states)_.*", n)}
         assert names - weights == {"checkpoint.json", "config.json"}
         assert json.loads((checkpoint / "config.json").read_text())["vocab_size"] == 256
+
+
+def test_a_resume_says_why_a_model_is_unknown(golden: Path, tmp_path: Path) -> None:
+    from train_runs import _config, command_line
+
+    from shardwright.train.errors import TrainError
+    from shardwright.train.loop import find_source
+
+    silent = _save(tmp_path / "in", _models(stored(CONFIG, _llama(), 1, 1, multiple=8)), None)
+    for source, says in (
+        (golden / "moe_bf16_tp1pp1ep2_torch", "num_experts=4; experts cannot be read yet"),
+        (silent, "holds no args.*here --model names a config"),
+        (tmp_path, "has no config.json; name the model with --model"),
+    ):
+        argv = command_line(tmp_path, "out", resume=str(source), options={"model": None})
+        with pytest.raises(TrainError, match=says):
+            find_source(_config(argv))
 
 
 def test_a_checkpoint_saved_before_the_first_step_says_that_it_has_no_state(

@@ -361,6 +361,18 @@ def idle_step(setup: Mapping[str, Any]) -> dict[str, bool]:
     return found
 
 
+def loaded(setup: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What a rank holds of weights, masters and moments after a script's ``load_state``."""
+    from shardwright.train.state import load
+
+    engine = Setup(**setup).engine()
+    held = engine.rank_state()
+    found = load(source, held)
+    tensors = {h.live.key: h.tensor.clone() for h in [*held.weights(), *held.moments()]}
+    _leave()
+    return {"step": found.step, "optimizer": found.optimizer, "tensors": tensors}
+
+
 def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
     """Two saves whose writers wait until they are let go, with a step after each call."""
     import threading

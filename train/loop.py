@@ -32,7 +32,7 @@ from .metrics import Metrics, flops_per_token, peak_memory_bytes
 from .model import ModelOptions, check_layout
 from .optim import OptimizerSpec
 from .parallel import Layout, Parallel, import_megatron, initialize, shutdown
-from .state import Loaded, RankState, Saver, load
+from .state import Loaded, RankState, Saver, describes_itself, load
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -83,6 +83,10 @@ def find_source(config: TrainConfig) -> Source:
             return Source(where, where, where, resumes=True, described=_described(where))
         return Source(model, where, where, resumes=True)
     assert config.model.path is not None
+    folder = Path(config.model.path).expanduser()
+    if folder.is_dir() and describes_itself(folder):
+        where = follow(folder)
+        return Source(where, where, where, resumes=False, described=_described(where))
     path = _config_file(config.model.path)
     if not Path(config.model.path).expanduser().is_dir():
         return Source(path, None, None, resumes=False)  # a config alone: random weights, bytes
@@ -92,16 +96,13 @@ def find_source(config: TrainConfig) -> Source:
 
 def _described(where: Path) -> str:
     """The text of the config.json that a checkpoint of Megatron-LM makes of its args."""
+    if not describes_itself(where):
+        raise TrainError(f"{where}: has no config.json; name the model with --model")
     try:
         sides = read_checkpoint(where, ReadOptions(weights_only=True)).manifest.side_files
     except CheckpointError as error:
-        raise TrainError(
-            f"{where}: has no config.json; name the model with --model ({error})"
-        ) from error
-    text = next((side.text for side in sides if side.name == "config.json"), "")
-    if not text:
-        raise TrainError(f"{where}: has no config.json; name the model with --model")
-    return text
+        raise TrainError(f"{error} (here --model names a config)") from error
+    return next(side.text for side in sides if side.name == "config.json")
 
 
 def _config_file(text: str) -> Path:

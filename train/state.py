@@ -181,13 +181,17 @@ def load(
     return Loaded(ckpt, ckpt.step or 0, ckpt.manifest.state, had_moments, random)
 
 
+def describes_itself(where: Path) -> bool:
+    """Whether the model is told by Megatron-LM's args, for want of a config.json."""
+    own = megatron.sniff(where) or megatron_dist.sniff(where)
+    return own and not (where / "config.json").is_file()
+
+
 def _reading(path: str | Path, held: RankState) -> ReadOptions:
     """Megatron-LM's args do not say how many rows of the vocabulary are true ones; we know."""
-    where = follow(path)
-    silent = megatron.sniff(where) or megatron_dist.sniff(where)
-    if not silent or (where / "config.json").is_file():
-        return ReadOptions()
-    return ReadOptions(vocab_size=held.model.sizes["vocab"])
+    if describes_itself(follow(path)):
+        return ReadOptions(vocab_size=held.model.sizes["vocab"])
+    return ReadOptions()
 
 
 def _no_step_yet(state: Mapping[str, object]) -> bool:

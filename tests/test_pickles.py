@@ -150,6 +150,28 @@ def test_library_objects_become_stubs_that_hold_their_state(protocol):
     assert got[2].args == (15,)
 
 
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        b"csignal\nSIGTERM\n.",  # Python 3.10 and older
+        b"c__builtin__\ngetattr\ncsignal\nSignals\nX\x07\x00\x00\x00SIGTERM\x86R.",  # 3.11.0 to 3.11.3
+        b"csignal\nSignals\nK\x0f\x85R.",
+    ],
+)
+def test_a_signal_is_one_value_however_python_spelled_it(spelled):
+    assert pickle.loads(spelled) is signal.SIGTERM
+    got = load(spelled)
+    assert (got.module, got.name, got.args) == ("signal", "Signals", (15,))
+
+
+@pytest.mark.parametrize(
+    "data", [b"csignal\nraise_signal\nK\x0f\x85R.", b"csignal\nSIGTERM\nK\x0f\x85R."]
+)
+def test_nothing_else_of_signals_is_let_in(data):
+    with pytest.raises(CheckpointError):
+        load(data)
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_bytes_io_is_a_stub_with_its_bytes(protocol):
     file = io.BytesIO(b"amax history")

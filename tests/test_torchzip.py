@@ -181,7 +181,7 @@ def test_an_archive_repacked_without_alignment_is_read(tmp_path):
     value = {"a": torch.ones(3), "b": torch.arange(5, dtype=torch.int16)}
     path = tmp_path / "b.pt"
     with zipfile.ZipFile(save(tmp_path / "a.pt", value)) as old, zipfile.ZipFile(path, "w") as new:
-        new.mkdir("x")
+        new.writestr("x/", b"")
         for name in old.namelist():
             new.writestr("x" + name[1:], old.read(name))
     index = check_file(str(path), value)

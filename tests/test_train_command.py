@@ -290,7 +290,9 @@ def test_a_launch_says_a_refusal_once(made):
     assert ended.code == 1
     assert len(ended.errors) == 1, ended.said
     assert "another model" in ended.errors[0]
-    assert len(ended.said.splitlines()) == 1, ended.said
+    # a CUDA build of torch that finds a toolkit and no driver says so in each process
+    said = [line for line in ended.said.splitlines() if "No CUDA runtime" not in line]
+    assert len(said) == 1, ended.said
 
 
 BEFORE_RANKS: Mapping[str, tuple[dict[str, object], list[str]]] = {

@@ -399,7 +399,8 @@ def test_independent_runs_at_once_build_one_cache_and_make_no_noise(tmp_path, mo
     other.stdin.flush()
     own = opened(tmp_path, file)
     output, errors = other.communicate(timeout=300)
-    assert errors == ""
+    # a CUDA build of torch that finds a toolkit and no driver says so
+    assert [x for x in errors.splitlines() if "No CUDA runtime" not in x] == []
     assert output.split()[-1] == own.identity
     assert output.count("built") + len(built) == 1
 

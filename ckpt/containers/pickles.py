@@ -17,6 +17,7 @@ Leaves to torchzip.py: whether a storage exists, and whether a view lies inside 
 from __future__ import annotations
 
 import math
+import signal
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -246,6 +247,15 @@ _STUB_PREFIXES = (
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
+# Members of signal.Signals, one of which Megatron-LM's args hold. Their numbers are this system's.
+_SIGNALS = signal.Signals.__members__
+
+
+def _signal(name: str) -> Stub:
+    """A member as the call ``signal.Signals(number)``, in which later versions spell it."""
+    return Stub("signal", "Signals", (int(_SIGNALS[name]),))
+
+
 def _is_stub(path: str) -> bool:
     if path in _STUBS:
         return True
@@ -342,10 +352,12 @@ class _Machine:
         if self.spent > min(len(self.data), MAX_OPCODES):
             self.fail("the pickle copies the same values over and over")
 
-    def name(self, module: str, name: str) -> Global:
+    def name(self, module: str, name: str) -> Global | Stub:
         """The global as a value, if it is one of those let in."""
         module = _RENAMED.get(module, module)
         path = f"{module}.{name}"
+        if module == "signal" and name in _SIGNALS:  # Python 3.10 and older spell a member so
+            return _signal(name)
         if path in _CALLS or path in _VALUES or _is_stub(path):
             return Global(module, name)
         shown = path if path.isprintable() and len(path) <= 160 else short(path)
@@ -461,6 +473,8 @@ def _attribute(vm: _Machine, args: tuple[object, ...]) -> object:
     """getattr(Class, "NAME"): how Python 3.11.0 to 3.11.3 spell a member of an enum."""
     cls, attr = args
     plain = type(attr) is str and attr.isidentifier() and not attr.startswith("_")
+    if type(cls) is Global and cls.path == "signal.Signals" and attr in _SIGNALS:
+        return _signal(str(attr))
     if type(cls) is not Global or not plain or not cls.path.startswith(_STUB_PREFIXES):
         raise CheckpointError(
             f"{vm.path}: the pickle calls getattr({short(cls)}, {short(attr)}); refused, "

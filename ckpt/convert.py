@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint import Checkpoint, Design, Model, ReadOptions, find_config
+from .checkpoint import WITHOUT, Checkpoint, Design, Model, ReadOptions, find_config
 from .dtypes import CASTABLE, TO_TORCH, parse_dtype
 from .errors import CheckpointError
 from .family import build_mesh
@@ -301,6 +301,10 @@ def merge(
     read, options = read or ReadOptions(), run or RunOptions()
     read = replace(read, config=Path(config) if config else read.config)
     ckpt = read_checkpoint(source, replace(read, weights_only=not to.from_master))
+    if to.from_master and ckpt.optimizer_fault():
+        raise CheckpointError(
+            ckpt.optimizer_fault().replace(WITHOUT, "merge without --from-master")
+        )
     ckpt = _accompanied(ckpt, read.config)
     metas = _masters(ckpt) if to.from_master else _weights(ckpt)
     metas = _cast(metas, to.dtype)

@@ -56,7 +56,7 @@ def verify(
     read = replace(read or ReadOptions(), weights_only=weights_only)
     left = read_checkpoint(a, read)
     if b is None:
-        return _verify_one(left, options)
+        return _verify_one(left, weights_only, options)
     right = read_checkpoint(b, replace(read_b or read, weights_only=weights_only))
     if not weights_only:
         unread = left.optimizer_fault() or right.optimizer_fault()
@@ -280,13 +280,13 @@ def _check_repeats(copies: Iterable[Copy]) -> None:
                 )
 
 
-def _verify_one(ckpt: Checkpoint, options: RunOptions) -> Verdict:
+def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Verdict:
     """Coverage, replicas, and sizes and digests where they are recorded."""
     verdict = Verdict(notes=list(ckpt.notes))
     if ckpt.headers is not None:
         ckpt.headers()
-    if ckpt.optimizer_fault():
-        verdict.notes.append(ckpt.optimizer_fault())
+    if not weights_only and ckpt.optimizer_fault():
+        verdict.differences.append(ckpt.optimizer_fault())
     made = plan(ckpt.manifest, _whole(ckpt.manifest))
     verdict.tensors = len(ckpt.manifest.tensors)
     verdict.nbytes = made.coverage.read_bytes

@@ -402,13 +402,13 @@ def _overlapping_in_part(root: Path) -> None:
         out = io.BytesIO()
         torch.save(torch.ones(size), out)
         data = path.read_bytes()
-        path.write_bytes(data + out.getvalue())
+        path.write_bytes(data + 2 * out.getvalue())
         chunks = []
-        for row in (0, 96):
+        for at, row in enumerate((0, 96)):
             offset = torch.Size([row, 0])
             chunks.append(replace(chunk, offsets=offset, sizes=size))
             content.storage_data[replace(index, offset=offset)] = replace(
-                info, offset=len(data), length=len(out.getvalue())
+                info, offset=len(data) + at * len(out.getvalue()), length=len(out.getvalue())
             )
         content.state_dict_metadata[name].chunks = chunks
 
@@ -556,6 +556,30 @@ def test_masters_shifted_against_the_weights_leave_the_optimizer_unread(
     _refused_but_for_weights(root, "down_proj.*shifted against the weights.*--weights-only")
 
 
+def test_shifted_masters_are_no_weights_to_export_and_no_sound_checkpoint(
+    golden: Path, tmp_path: Path
+) -> None:
+    root = _copy(golden, tmp_path)
+    _replaced(root, SHIFTED, lambda x: x.flatten().roll(1).view(x.shape))
+    with pytest.raises(CheckpointError, match=r"shifted against the weights.*--from-master"):
+        merge(root, tmp_path / "hf", from_master=True)
+    assert not (tmp_path / "hf").exists()
+    assert not verify(root).same
+    assert verify(root, weights_only=True).same
+
+
+def test_two_tensors_share_no_bytes(golden: Path, tmp_path: Path) -> None:
+    root = _copy(golden, tmp_path)
+
+    def twice(content: Metadata) -> None:
+        one, other, *_ = [i for i in content.storage_data if i.fqn == STACKED]
+        content.storage_data[one] = content.storage_data[other]
+
+    _edit(root, twice)
+    with pytest.raises(CheckpointError, match=rf"{STACKED} is said to lie at bytes .* damaged"):
+        read_checkpoint(root)
+
+
 def test_masters_of_flat_buffers_are_compared_as_well(golden: Path, tmp_path: Path) -> None:
     root = _copy(golden, tmp_path, DPRESHARD)
     name = ("optimizer.distributed.dp_group_idx_1.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
@@ -582,7 +606,7 @@ def _bucket_renumbered(content: Metadata) -> None:
             table[name.replace("dp_group_idx_1", "dp_group_idx_1.odd")] = table[name]
     for index in [i for i in content.storage_data if "dp_group_idx_1.gbuf" in i.fqn]:
         moved = replace(index, fqn=index.fqn.replace("dp_group_idx_1", "dp_group_idx_1.odd"))
-        content.storage_data[moved] = content.storage_data[index]
+        content.storage_data[moved] = replace(content.storage_data[index], length=0)
 
 
 @pytest.mark.parametrize(

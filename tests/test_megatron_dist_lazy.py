@@ -160,7 +160,7 @@ def test_every_damaged_blob_that_is_needed_is_named_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_checkpoint_is_verified_down_to_blobs_that_no_conversion_needs(
+def test_masters_of_fp32_weights_are_looked_at_though_none_is_moved(
     golden: Path, tmp_path: Path
 ) -> None:
     """Masters of fp32 weights, which the distributed optimizer writes, repeat the weights."""
@@ -168,7 +168,9 @@ def test_a_checkpoint_is_verified_down_to_blobs_that_no_conversion_needs(
     reshard(golden / FP32, root, to="torch_dist", use_distributed_optimizer=True)
     assert verify(root).same
     _damaged(root, lambda name: name == f"optimizer.state.param.{WEIGHT}")
-    reshard(root, tmp_path / "out", to="shards", tp=2, pp=1)
+    with pytest.raises(CheckpointError, match=rf"state\.param\.{WEIGHT} at byte \d+: no zip"):
+        reshard(root, tmp_path / "out", to="shards", tp=2, pp=1)
+    reshard(root, tmp_path / "out", to="shards", tp=2, pp=1, weights_only=True)
     assert verify(root, read=ReadOptions(), weights_only=True).same
     with pytest.raises(CheckpointError, match=rf"state\.param\.{WEIGHT} at byte \d+: no zip"):
         verify(root)

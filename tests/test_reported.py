@@ -76,6 +76,7 @@ from shardwright.ckpt import (
     reshard,
     verify,
 )
+from shardwright.ckpt.formats import megatron_args
 from shardwright.ckpt.reader import read_checkpoint
 from shardwright.tools import inspect_ckpt
 
@@ -1331,3 +1332,43 @@ def test_no_format_of_megatron_needs_a_library_that_trains(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert load_tensors(tmp_path / "hf" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("said", "config"),
+    [
+        ({"rotary_seq_len_interpolation_factor": 4}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rotary_seq_len_interpolation_factor": None}, None),
+    ],
+)
+def test_interpolated_positions_are_a_linear_scaling(said, config) -> None:
+    args = {**LLAMA_ARGS, **said}
+    assert megatron_args.config_from_args(args, "x")["rope_scaling"] == config
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rotary_base": True}, "rotary_base"),
+        ({"rotary_base": 10**400}, "rotary_base"),
+        ({"use_rope_scaling": True, "rope_scaling_factor": "x"}, "rope_scaling_factor"),
+        ({"window_size": {"$tuple": [15, 15]}}, "window_size"),
+        ({"window_size": {"$tuple": [15, 0]}, "window_attn_skip_freq": 2}, "window_attn_skip_freq"),
+    ],
+)
+def test_what_a_config_cannot_say_of_args_is_refused(said, message) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        megatron_args.config_from_args({**LLAMA_ARGS, **said}, "x")
+
+
+@pytest.mark.parametrize("window", [[-1, 0], [-1, -1]])
+def test_a_window_without_end_is_none(window) -> None:
+    args = {**LLAMA_ARGS, "window_size": {"$tuple": window}}
+    assert megatron_args.config_from_args(args, "x")["sliding_window"] is None
+
+
+LLAMA_ARGS = {
+    "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip

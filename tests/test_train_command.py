@@ -71,7 +71,7 @@ REFUSED: Mapping[str, tuple[Run, list[str]]] = {
     ),
     "an optimizer that cannot be read": (
         Run("r10", world=1, resume="bare"),
-        ["optimizer_tp_0_pp_0.safetensors", "are not read", "no_load_optim: true"],
+        ["optimizer_tp_0_pp_0.safetensors", "are not read", "MEGATRON_LM_NO_LOAD_OPTIM=true"],
     ),
     "a vocabulary that the data exceed": (
         Run("r9", "narrow", world=1),

@@ -85,4 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    if code and "RANK" in os.environ:
+        # A rank that has said why it ends: the usual end may abort on threads of its groups, and
+        # the launcher would take that for the cause.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)

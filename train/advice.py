@@ -19,6 +19,7 @@ from .topology import Topology
 GIB = 2**30
 LARGE_BUBBLE = 0.2  # of a step: above it a fix gains more than a tenth
 UNEVEN = 1.15  # the slowest stage over the mean
+GAIN = 0.95  # of the slowest stage's time: a split that leaves more is not worth a change
 SLOW_DATA = 0.1  # of a step
 SLOW_SAVE = 0.05  # of the time between two saves
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
@@ -106,7 +107,8 @@ def memory_fixes(
         )
     if batch.micro_batch_size > 1:
         fixes.append(_smaller_micro_batch(config))
-    if layers is not None and layout.pp > 1 and layout.virtual_pp_layers is None:
+    held = min(layout.pp, batch.num_micro_batches)  # micro-batches, by the first stage
+    if layers is not None and held > 1 and layout.virtual_pp_layers is None:
         fixes += _lighter_first_stage(layout.pp_layers or _even(layers, layout.pp))
     if config.recompute.granularity == "none":
         fixes.append("--recompute selective repeats the attention in the backward pass")
@@ -124,13 +126,14 @@ def memory_fixes(
 
 def _smaller_micro_batch(config: TrainConfig) -> str:
     batch, pp = config.batch, config.parallelism.pp
-    half = batch.micro_batch_size // 2
+    half = _divisor(batch.micro_batch_size, batch.micro_batch_size)
+    less = "halves" if 2 * half == batch.micro_batch_size else "lowers"
     held = ""
     if pp > 1:
         held = f" (the first of {pp} stages holds {min(pp, batch.num_micro_batches)} at a time)"
     return (
         f"more, smaller micro-batches: --micro-batch-size {half} in place of "
-        f"{batch.micro_batch_size} at the same global batch halves activations{held}"
+        f"{batch.micro_batch_size} at the same global batch {less} activations{held}"
     )
 
 
@@ -231,10 +234,10 @@ def _bubble_fixes(config: TrainConfig, layers: int | None) -> list[str]:
         fixes.append(f"more micro-batches: {enough} (--global-batch-size {rows}) lower it to "
                      f"{after:.0%}")  # fmt: skip
     if micro > 1:
+        less = _divisor(micro, micro)
         fixes.append(
-            f"smaller ones: --micro-batch-size {micro // 2} at the same global batch makes "
-            f"{micro * m // (micro // 2)} and lowers it to "
-            f"{bubble_share(pp, micro * m // (micro // 2)):.0%}"
+            f"smaller ones: --micro-batch-size {less} at the same global batch makes "
+            f"{micro * m // less} and lowers it to {bubble_share(pp, micro * m // less):.0%}"
         )
     if pp % 2 == 0 or pp == 3:
         half = pp // 2 if pp % 2 == 0 else 1
@@ -450,18 +453,24 @@ def measured_bubble(times: Sequence[StepTimes]) -> float:
 
 
 def report(
-    config: TrainConfig, step: int, times: Sequence[StepTimes], layers: int, slow: Slow | None
+    config: TrainConfig,
+    step: int,
+    times: Sequence[StepTimes],
+    layers: int,
+    slow: Slow | None,
+    crowded: bool = False,
 ) -> Report:
     """Phases of a step over all ranks, in their order, and the advice that they call for.
 
     Without ``slow`` the times are those of usual steps until ``step``, and there are lines only
-    where a fix is due. A slow step says nothing of bubbles and stages, which every step has.
+    where a fix is due. ``crowded``: ranks share CPU cores, so that a wait may be for a core. A slow
+    step says nothing of bubbles and stages, which every step has.
     """
     if slow is not None:
         findings = [*_why_slow(config, times, slow)]
         head = f"step {step} took {_longest(times):.3g} s, usual are {slow.usual:.3g} s"
     else:
-        findings = [*_measured(config, times, layers)]
+        findings = [*_measured(config, times, layers, crowded)]
         head = f"steps up to {step} took {_longest(times):.3g} s each"
     if slow is None and not findings:
         return Report(step, ())
@@ -488,13 +497,16 @@ def _phases(times: Sequence[StepTimes], slow: Slow | None, pp: int) -> str:
     return ", ".join(shown) + wait
 
 
-def _measured(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Iterable[Finding]:
+def _measured(
+    config: TrainConfig, times: Sequence[StepTimes], layers: int, crowded: bool
+) -> Iterable[Finding]:
     total = _longest(times)
     if config.parallelism.pp > 1:
         uneven = [*_uneven(config, times, layers)]
         found = bubble(config, layers, measured_bubble(times))
         # where stages differ and the layout's own bubble is small, their difference is the wait
-        if found.level == WARNING and not (uneven and _bubble_of(config, layers) < LARGE_BUBBLE):
+        small = _bubble_of(config, layers) < LARGE_BUBBLE
+        if found.level == WARNING and not (small and (uneven or crowded)):
             yield found
         yield from uneven
     slowest = max(times, key=lambda t: t.data)
@@ -515,17 +527,29 @@ def _uneven(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Ite
     at = by_stage.index(slowest)
     shown = ", ".join(f"{seconds:.3g}" for seconds in by_stage)
     held = config.parallelism.pp_layers or _even(layers, pp)
-    fix = f"move layers off stage {at + 1} with --pp-layers (now {_listed(held)})"
-    if at == pp - 1 and config.parallelism.virtual_pp_layers is None:
+    if config.parallelism.virtual_pp_layers is not None:
+        fix = (
+            "interleaved stages are equal: --pp-layers in place of --virtual-pp-layers can even "
+            "them out"
+        )
+    elif at == pp - 1:
         per_layer = mean(by_stage[:-1]) / mean(held[:-1])
         head = max(by_stage[-1] / per_layer - held[-1], 0.0)
         better = balanced(layers, pp, head)
-        if _heaviest(better, head) >= _heaviest(held, head):
+        if _heaviest(better, head) > GAIN * _heaviest(held, head):
             return  # whole layers allow no better
         fix = (
             f"--pp-layers {_listed(better)} in place of {_listed(held)}: the output layer costs "
             f"{head:.1f} layers"
         )
+    else:
+        to = by_stage.index(min(by_stage))
+        after, layer = list(by_stage), slowest / held[at]
+        after[at], after[to] = after[at] - layer, after[to] + layer
+        if held[at] == 1 or max(after) > GAIN * slowest:
+            return
+        counts = [n + (stage == to) - (stage == at) for stage, n in enumerate(held)]
+        fix = f"--pp-layers {_listed(counts)} in place of {_listed(held)}"
     yield Finding(
         WARNING, "stages", f"seconds of computing per stage: {shown}; stage {at + 1} makes the "
         "others wait", (fix,),
@@ -553,6 +577,9 @@ def _why_slow(config: TrainConfig, times: Sequence[StepTimes], slow: Slow) -> It
     tp = config.parallelism.tp
     now, before = work(times, tp), work(slow.ranks, tp)
     excess = _longest(times) - slow.usual
+    if len(times) == 1:  # nobody to wait for
+        yield _own_fault(times[0], slow)
+        return
     late = [i for i in range(len(times)) if now[i].total - before[i].total > 0.5 * excess]
     if late:
         worst = max(late, key=lambda i: now[i].total - before[i].total)
@@ -578,6 +605,21 @@ def _why_slow(config: TrainConfig, times: Sequence[StepTimes], slow: Slow) -> It
         )  # fmt: skip
     if any(t.saving for t in times):
         yield Finding(NOTE, "saving", "a checkpoint was being written beside this step", _DISK)
+
+
+def _own_fault(now: StepTimes, slow: Slow) -> Finding:
+    """Where the only rank spent more time."""
+    usual = slow.ranks[0]
+    grown = {
+        "data": now.data - usual.data,
+        "computing": now.passes - usual.passes,
+        "the optimizer": now.optimizer - usual.optimizer,
+        "Python between the phases": now.other - usual.other,
+    }
+    where = max(grown, key=lambda name: grown[name])
+    return Finding(
+        WARNING, "step", f"{grown[where]:.3g} s of it more in {where}", _FIXES.get(where, _MACHINE)
+    )
 
 
 _DISK = (

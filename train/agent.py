@@ -54,8 +54,9 @@ def run() -> int:
 _OFTEN = {
     -signal.SIGKILL: "killed from outside, often by the kernel for lack of host memory (dmesg "
     "says so); fewer ranks per machine or a smaller model need less",
-    -signal.SIGABRT: "aborted, often by NCCL after a collective that timed out; run train-ckpt "
-    "doctor on each machine, and with NCCL_DEBUG=INFO, or allow more: --timeout-minutes N",
+    -signal.SIGABRT: "aborted; if it gave no reason above, on GPUs often by NCCL after a "
+    "collective that timed out; run train-ckpt doctor on each machine, and with NCCL_DEBUG=INFO, "
+    "or allow more: --timeout-minutes N",
 }
 
 

@@ -84,8 +84,10 @@ def devices(machine: Machine, config: TrainConfig) -> list[Finding]:
         findings = [Finding(NOTE, "devices", f"no GPU (nvidia-smi does not answer); {cores} CPU "
                             f"cores, {memory / GIB:.0f} GiB of memory")]  # fmt: skip
         if nproc > cores:
+            one = config.parallelism.model_ranks
+            fix = f"--nproc {cores // one * one}" if one <= cores else "a smaller --tp or --pp"
             findings.append(Finding(WARNING, "devices", f"{nproc} ranks share {cores} CPU cores",
-                                    (f"--nproc {cores} or fewer",)))  # fmt: skip
+                                    (fix,)))  # fmt: skip
         return findings
     shown = "; ".join(f"{g.index} {g.name} {g.total / GIB:.0f} GiB" for g in machine.gpus)
     findings = [Finding(OK, "devices", f"{shown}; driver {machine.gpus[0].driver}")]

@@ -348,7 +348,9 @@ class Trainer:
     def _run(self) -> None:
         steps, eval_interval = self.config.steps or 0, self.config.data.eval_interval
         per_token = flops_per_token(self.model, self.config.data.seq_length or 0)
-        saved, stopped = -1, False
+        saved, stopped = self._saved_step(), False
+        if self.step >= steps:
+            self.say(f"at step {self.step} already: --steps {steps} asks for no more")
         while self.step < steps and not (stopped := self._asked_to_stop()):
             self._one_step(per_token)
             saving = self.config.saving
@@ -367,6 +369,13 @@ class Trainer:
         if stopped:
             saved_too = ", which is saved; go on with --resume" if self.save_dir else ""
             self.say(f"stopped at step {self.step}{saved_too}")
+
+    def _saved_step(self) -> int:
+        """The step that SAVE_DIR holds as it is now, -1 for none: a resume from there."""
+        if self.save_dir is None or not self.source.resumes or self.source.weights is None:
+            return -1
+        here = self.save_dir / f"checkpoint-{self.step}"
+        return self.step if self.source.weights.resolve() == here.resolve() else -1
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank got a signal; the ranks agree, so that all save the same step.

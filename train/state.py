@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardwright.ckpt.checkpoint import WITHOUT, Checkpoint, Model, ReadOptions
 from shardwright.ckpt.containers import files, safetensors
 from shardwright.ckpt.containers.blueprint import Spec
 from shardwright.ckpt.dtypes import FROM_TORCH
+from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.formats import live, megatron, megatron_dist, shard_names, shards_out
 from shardwright.ckpt.formats.live import LiveTensor
 from shardwright.ckpt.manifest import Manifest, SideFile, category_of
@@ -150,11 +151,18 @@ def load(
 
     Any readable checkpoint in any layout. Raises CheckpointError or TrainError.
     """
-    ckpt = read_checkpoint(path, read or _reading(path, held))
+    read = read or _reading(path, held)
+    try:
+        ckpt = read_checkpoint(path, read)
+    except CheckpointError:
+        if not weights_only:
+            raise
+        # what is wrong may be the optimizer's; where nothing is, its masters refine the weights
+        ckpt = read_checkpoint(path, replace(read, weights_only=True))
     _check_model(ckpt, held)
     if held.optimizer is not None and not weights_only and (fault := ckpt.optimizer_fault()):
         raise TrainError(
-            fault.replace(WITHOUT, "no_load_optim: true goes on without the optimizer")
+            fault.replace(WITHOUT, "MEGATRON_LM_NO_LOAD_OPTIM=true goes on without the optimizer")
         )
     held.settle()
     source = _as_masters(ckpt.manifest, held)

@@ -8,6 +8,7 @@ for the GPU at each start and stop, and so change what they measure.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -103,6 +104,8 @@ class Watch:
         self.slow = False  # whether this rank found the last step slow
         self._phases: dict[str, float] = {}
         self._usual: deque[advice.StepTimes] = deque(maxlen=HISTORY)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._crowded = parallel.device.type == "cpu" and local > (os.cpu_count() or 1)
         self._steps = 0
         self._next_slow = 0
         self._last = advice.StepTimes(parallel.rank, parallel.pp_rank, 0.0)
@@ -151,7 +154,8 @@ class Watch:
         dist.all_gather_object(every, (self._last, usual), group=self.parallel.control_group)
         last, before = zip(*every, strict=True)
         found = advice.Slow(step, max(t.step for t in before), before) if slow else None
-        lines = advice.report(self.config, step, last if slow else before, self.layers, found).lines
+        times = last if slow else before
+        lines = advice.report(self.config, step, times, self.layers, found, self._crowded).lines
         if lines:
             self.say("\n".join(lines))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Model, ReadOptions, find_config, load_model, model_from
+from ..containers import pickles
 from ..containers.pickles import Global, Stub
 from ..dtypes import TO_TORCH
 from ..errors import CheckpointError
@@ -138,6 +139,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "experimental_attention_variant": (None,),
     "linear_attention_type": (None,),
     "no_rope_freq": (None,),
+    "window_attn_skip_freq": (None,),
 }
 _LATER = {"num_experts": "experts"}
 
@@ -336,27 +338,46 @@ def _rope(args: Mapping[str, object], origin: str) -> dict[str, object]:
 
     Each kind ignores the other's keys and falls back to a base of 10000 in silence.
     """
-    base = args.get("rotary_base", 10000)
-    if not isinstance(base, (int, float)) or base <= 0:
-        raise CheckpointError(f"{origin}: args say rotary_base {base!r}, no number above 0")
+    base = _above_zero(args, "rotary_base", 10000, origin)
     scaling: dict[str, object] | None = None
     if args.get("use_rope_scaling"):
-        factor = args.get("rope_scaling_factor", 8.0)
+        factor = _above_zero(args, "rope_scaling_factor", 8.0, origin)
         scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    parameters = {"rope_theta": float(base), **(scaling or {"rope_type": "default"})}
+    if args.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+        if scaling:
+            _refuse(origin, "use_rope_scaling and rotary_seq_len_interpolation_factor together")
+        factor = _above_zero(args, "rotary_seq_len_interpolation_factor", 1, origin)
+        scaling = {"rope_type": "linear", "factor": factor}
+    parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
     return {
-        "rope_theta": float(base),
+        "rope_theta": base,
         "rope_scaling": scaling,
         "rope_parameters": parameters,
     }
 
 
-def _window(window: object, origin: str) -> int:
-    """``(s - 1, 0)`` looks back s tokens, the own one included."""
+def _above_zero(args: Mapping[str, object], key: str, default: float, origin: str) -> float:
+    value = args.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
+        raise CheckpointError(f"{origin}: args say {key} {pickles.short(value)}, no number above 0")
+    return float(value)
+
+
+def _window(window: object, origin: str) -> int | None:
+    """``(s - 1, 0)`` looks back s tokens, the own one included; -1 has no limit."""
     sides = window.get("$tuple") if isinstance(window, dict) else window
-    if not isinstance(sides, list) or len(sides) != 2 or type(sides[0]) is not int:
-        raise CheckpointError(f"{origin}: args say window_size {window!r}, not a pair of numbers")
-    return sides[0] + 1
+    if (
+        not isinstance(sides, list)
+        or [type(side) for side in sides] != [int, int]
+        or sides[0] < -1
+        or sides[1] not in (0, -1)
+    ):
+        raise CheckpointError(
+            f"{origin}: args say window_size {window!r}, not how many tokens back and 0 ahead; "
+            "name the folder of a Hugging Face config with --config"
+        )
+    back: int = sides[0]
+    return None if back == -1 else back + 1
 
 
 def native_schedule(
@@ -475,7 +496,7 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "position_embedding_type": "learned_absolute" if learned else "rope",
         "add_position_embedding": True,
         "rotary_base": int(theta) if float(theta).is_integer() else theta,
-        "rotary_percent": said("partial_rotary_factor", default=1.0),
+        "rotary_percent": said("partial_rotary_factor", default=_rotary_part(config)),
         "rotary_interleaved": False,
         "use_rope_scaling": scaling is not None,
         "rope_scaling_factor": 8.0 if scaling is None else scaling,
@@ -501,9 +522,21 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "consumed_valid_samples": 0,
     }
     window = config.get("sliding_window")
-    if name == "mistral" and type(window) is int:
+    if name == "qwen2" and config.get("use_sliding_window") is True and window is not None:
+        raise CheckpointError(
+            f"{origin}: its config limits the attention of some layers to {window} tokens, which "
+            "Megatron-LM's args cannot say; set use_sliding_window to false in a config that "
+            "--config names if that is meant"
+        )
+    if name in ("mistral", "phi3") and type(window) is int:
         args["window_size"] = {"$tuple": [window - 1, 0]}  # the own token is not counted
     return args
+
+
+def _rotary_part(config: Mapping[str, object]) -> object:
+    """Where newer transformers keep partial_rotary_factor."""
+    parameters = config.get("rope_parameters")
+    return parameters.get("partial_rotary_factor", 1.0) if isinstance(parameters, dict) else 1.0
 
 
 def _rotary(config: Mapping[str, object], origin: str) -> tuple[Any, Any]:

@@ -130,6 +130,7 @@ class _Reader:
         (rows,) = place(rules, sizes, one, rounds(self.layout)).values()
         self.rows: dict[str, Placed] = {p.name: p for p in rows}
         self.gather = Gather(logical_shapes(rules, sizes), sizes)
+        self.repeats = Gather(self.gather.shapes, sizes)  # masters of fp32 weights: not kept
         mesh = Mesh(one.axes, one.owned)
         self.result = Checkpoint(path, NAME, self.gather.manifest({}, ()), self.model, mesh)
         self.result.notes += notes
@@ -186,7 +187,7 @@ class _Reader:
         self._left_out()
         if not result.unread_optimizer:
             self._check_states()
-        raise_all(self.gather.faults, str(self.folder))
+        raise_all([*self.gather.faults, *self.repeats.faults], str(self.folder))
         state = self._state()
         # Not bound methods: a checkpoint outlives its reader, which is larger.
         tensors = list(self.listing.tensors.values())
@@ -194,8 +195,9 @@ class _Reader:
             tensors = [t for t in tensors if not _OPTIMIZER.match(t.name)]
         else:
             result.doubt = partial(
-                _shifted_masters, self.folder, list(self.gather.shapes), self.gather.chunks.by_name
-            )
+                _shifted_masters, self.folder, list(self.gather.shapes),
+                {**self.gather.chunks.by_name, **self.repeats.chunks.by_name},
+            )  # fmt: skip
         result.headers = partial(read_headers, [blob for t in tensors for blob in t.blobs])
         result.padded_vocab = self.padded
         multiple = self.args.get("make_vocab_size_divisible_by")
@@ -238,10 +240,11 @@ class _Reader:
     def _tensor(self, state: str, name: str, stored: Stored) -> None:
         """A stored tensor's blobs as chunks of logical tensors."""
         file = str(self.folder / METADATA)
+        gather = self.gather
         if state == "master" and self._is_fp32(name):
+            gather = self.repeats
             nbytes = math.prod(stored.shape) * ITEMSIZE[stored.dtype]
             self.result.left_out.append(("masters of fp32 weights repeat them", nbytes))
-            return
         original = self.listing.original_shapes.get(stored.name)
         whole = stored.shape
         if original is not None and len(whole) == len(original) + 1:
@@ -276,7 +279,7 @@ class _Reader:
                 row = self.rows[_row(name_of, lead + i)]
                 if not state:
                     self.seen.add(row.name)
-                self._box(state, row, inner, grid, (i,) if stacked else ())
+                self._box(gather, state, row, inner, grid, (i,) if stacked else ())
 
     def _is_fp32(self, name: str) -> bool:
         weight = self.listing.tensors.get(name)
@@ -290,7 +293,10 @@ class _Reader:
         match = _STACKED.fullmatch(name)
         return None, "decoder.layers.{layer}." + match[1] if match else name
 
-    def _box(self, state: str, row: Placed, inner: Box, grid: Grid, layer: tuple[int, ...]) -> None:
+    def _box(
+        self, gather: Gather, state: str, row: Placed, inner: Box, grid: Grid,
+        layer: tuple[int, ...],
+    ) -> None:  # fmt: skip
         """A box of a stored row as boxes of its logical parts; ``layer`` is its place in grid."""
         for piece in row.pieces:
             common = piece.stored.intersect(inner)
@@ -300,7 +306,7 @@ class _Reader:
             inside = (c - o for c, o in zip(common.offsets, inner.offsets, strict=True))
             dims = tuple(len(layer) + dim for dim in part.dims)
             place = grid.part((*layer, *inside), part.box.sizes, dims)
-            self.gather.view(state, part, place, row.name)
+            gather.view(state, part, place, row.name)
 
     # --- the rest ----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 from ..box import Box, row_major
@@ -227,7 +228,19 @@ def _places(file: Path, folder: Path, table: Mapping[object, object], found: Lis
         places[name, _ints(file, name, offset) if offset is not None else None] = (
             where, start, length,
         )  # fmt: skip
+    _check_apart(places)
     return places
+
+
+def _check_apart(places: _Places) -> None:
+    """Blobs of one file share no byte: else one stands for another, or is looked at many times."""
+    held = sorted((where, start, length, key[0]) for key, (where, start, length) in places.items())
+    for (file, start, length, name), (other, after, more, second) in pairwise(held):
+        if file == other and more and after < start + length:
+            raise CheckpointError(
+                f"{file}: {name} is said to lie at bytes {start} to {start + length} and {second} "
+                f"at {after} to {after + more}; the metadata is damaged: save it again"
+            )
 
 
 def _stored(file: Path, name: str, meta: Stub, places: _Places) -> Stored:

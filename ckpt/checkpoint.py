@@ -88,6 +88,9 @@ class Checkpoint:
     has_optimizer: bool = False  # optimizer files lie here, whether they were read or not
     unread_optimizer: str = ""  # why optimizer files here cannot be read; "" if nothing speaks so
     config: Path | None = None  # where a model that no family knows is described
+    described_by: tuple[str, ...] = ()  # files without tensors that say what is where
+    # path -> size, mtime (ns) and inode of what was read, at that time
+    seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     # What reading put off, since it takes a look into many files:
     doubt: Callable[[], str] | None = None  # why the optimizer state cannot be trusted, or ""
     headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad

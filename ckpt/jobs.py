@@ -122,7 +122,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
     job.sides(design, {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files})
     if options.dry_run:
         return report
-    before = snapshot(_source_files(job.source))
+    before = {**snapshot(_source_files(job.source)), **job.source.seen}
     mark = fingerprint(
         [job.identity, options.compare_replicas, sorted(before.items()), _plan_mark(design, made)]
     )

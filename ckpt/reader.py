@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .checkpoint import JOURNAL, Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .formats import deepspeed, formats
+from .publish import snapshot
 
 if TYPE_CHECKING:
     from .lazy import LazyArray
@@ -24,7 +25,9 @@ def read_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Che
         _check_finished(where)
         for fmt in formats():
             if fmt.sniff(where):
-                return fmt.read(where, options)
+                found = fmt.read(where, options)
+                found.seen = snapshot([*(f.path for f in found.files), *found.described_by])
+                return found
         raise CheckpointError(f"{where}: {_unknown(where)}")
     except OSError as error:  # no right to read, a folder in the place of a file, ...
         raise CheckpointError(f"{error.filename or where}: {error.strerror}") from error

@@ -313,6 +313,9 @@ def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> N
         if found != recorded[path][1]:
             verdict.differences.append(f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded")
     verdict.notes.append(f"digests: {len(marked)} of {len(recorded)} files had one recorded")
+    bare = [file.path for file in ckpt.files if file.path not in recorded]
+    if recorded and bare:
+        verdict.notes.append(f"not in the record of sizes and digests: {', '.join(bare)}")
 
 
 def _leading_out(ckpt: Checkpoint, recorded: Iterable[str]) -> list[str]:

@@ -152,6 +152,30 @@ def _times(rank: int, step: float, compute: float, data: float = 0.0) -> advice.
     return advice.StepTimes(rank, 0, step, data, step - data, step - data, compute)
 
 
+def test_a_rank_alone_is_slow_by_itself() -> None:
+    usual = advice.StepTimes(0, 0, 1.0, 0.0, 0.8, 0.8, 0.8, 0.2)
+    slow = advice.StepTimes(0, 0, 4.0, 0.0, 0.8, 0.8, 0.8, 3.2)
+    found = advice.report(TrainConfig(), 9, [slow], 4, advice.Slow(9, 1.0, [usual]))
+    assert "3 s of it more in the optimizer" in "\n".join(found.lines)
+    assert "network" not in "\n".join(found.lines)
+
+
+def test_a_smaller_micro_batch_divides_the_one_that_is() -> None:
+    config = TrainConfig(batch=Batch(5, 2), parallelism=Parallelism(pp=2))
+    assert any("--micro-batch-size 1 in place of 5" in x for x in advice.memory_fixes(config))
+    assert any("--micro-batch-size 1 at the same" in x for x in advice.bubble(config, 4).fixes)
+
+
+@pytest.mark.parametrize(("seconds", "says"), [
+    ((2.0, 1.0), "--pp-layers 3,5 in place of 4,4"), ((1.24, 1.0), ""), ((1.0, 1.24), ""),
+])  # fmt: skip
+def test_layers_move_only_where_that_gains(seconds: tuple[float, ...], says: str) -> None:
+    config = TrainConfig(parallelism=Parallelism(pp=2), batch=Batch(1, 64), world_size=2)
+    times = [advice.StepTimes(i, i, 2.2, 0.0, 2.0, 2.0, s, 0.1) for i, s in enumerate(seconds)]
+    lines = "\n".join(advice.report(config, 5, times, 8, None).lines)
+    assert says in lines if says else "--pp-layers" not in lines
+
+
 def test_what_tensor_parallel_ranks_have_beyond_the_least_of_them_is_waiting() -> None:
     times = [
         _times(0, 4.0, 3.9),

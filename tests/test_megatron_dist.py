@@ -21,7 +21,15 @@ import torch.distributed.checkpoint as dcp
 from independent import Tensors, load_hf
 from torch.distributed.checkpoint.metadata import Metadata
 
-from shardwright.ckpt import CheckpointError, ReadOptions, merge, open_checkpoint, reshard, verify
+from shardwright.ckpt import (
+    CheckpointError,
+    ReadOptions,
+    convert,
+    merge,
+    open_checkpoint,
+    reshard,
+    verify,
+)
 from shardwright.ckpt.reader import read_checkpoint
 from shardwright.tools import inspect_ckpt, merge_ckpt, verify_ckpt
 from shardwright.tools import reshard as reshard_command
@@ -566,6 +574,25 @@ def test_shifted_masters_are_no_weights_to_export_and_no_sound_checkpoint(
     assert not (tmp_path / "hf").exists()
     assert not verify(root).same
     assert verify(root, weights_only=True).same
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
+def test_a_save_over_what_was_read_is_noticed(
+    golden: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = _copy(golden, tmp_path)
+    real = convert.read_checkpoint
+
+    def read(*args):
+        found = real(*args)
+        file = _iteration(root) / name
+        file.write_bytes(bytes(file.read_bytes()))
+        return found
+
+    monkeypatch.setattr(convert, "read_checkpoint", read)
+    with pytest.raises(CheckpointError, match=rf"{name}: changed while it was read"):
+        reshard(root, tmp_path / "out", to="shards", tp=1, pp=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_tensors_share_no_bytes(golden: Path, tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ def _jobs(place: Path) -> dict[str, Job]:
         Run("unsignalled", world=2, options=TP2, stop_at=stop_at),
         Run("blown", options={**TP2PP2, "steps": 2}),
         Run("blown", options={**TP2PP2, "lr": 1e30}, resume="blown"),
+        Run("done", world=1, options={"steps": 2}),
+        Run("done", world=1, options={"steps": 1}, resume="done"),
         Run("bad weight", "poisoned", world=2, options={"pp": 2}),
     ]
     jobs = {f"{i} {run.name}": job(run, place) for i, run in enumerate(runs)}
@@ -194,6 +196,12 @@ def test_a_run_that_signals_stopped_goes_on_to_the_bit(made):
     assert _job(made, "unsignalled") == ["", ""]
     assert rows(made / "signals") == rows(made / "unsignalled")
     assert verify(made / "signals", made / "unsignalled", run=QUIET).differences == []
+
+
+def test_a_resume_that_has_nothing_to_do_leaves_the_checkpoint(made):
+    assert _job(made, "done") == [""]
+    saved = json.loads((made / "done" / "checkpoint-2" / "checkpoint.json").read_text())
+    assert saved["schedule"]["decay_steps"] == 2
 
 
 def test_a_run_leaves_curves_and_metrics(made):

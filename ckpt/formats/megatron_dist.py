@@ -207,6 +207,7 @@ class _Reader:
         count = Counter(b.file for s in self.listing.tensors.values() for b in s.blobs)
         for file, size in sorted(self.listing.files.items()):
             result.files.append(RankFile(file, "", size, count[file]))
+        result.described_by = tuple(str(self.folder / n) for n in (DESCRIBES, METADATA, COMMON))
         result.digests = megatron_files.recorded(self.path, self.folder)
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes

@@ -183,7 +183,21 @@ def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> Non
             side = left.path if key in a else right.path
             verdict.differences.append(f"state {key}: only in {side}")
         elif a[key] != b[key]:
-            verdict.differences.append(f"state {key}: {_short(a[key])} and {_short(b[key])}")
+            name, one, other = _first_apart(key, a[key], b[key])
+            verdict.differences.append(f"state {name}: {_short(one)} and {_short(other)}")
+
+
+def _first_apart(name: str, a: object, b: object) -> tuple[str, object, object]:
+    """The first values below these that differ, and their path; a text where one is absent."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted({*a, *b}):
+            one, other = a.get(key, "absent"), b.get(key, "absent")
+            if one != other:
+                return _first_apart(f"{name}.{key}", one, other)
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        at = next(i for i, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
+        return _first_apart(f"{name}[{at}]", a[at], b[at])
+    return name, a, b
 
 
 def _comparable(state: Mapping[str, object]) -> dict[str, object]:

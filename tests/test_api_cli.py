@@ -45,6 +45,7 @@ from shardwright.ckpt import (
     reshard,
     verify,
 )
+from shardwright.ckpt.verifier import _first_apart
 from shardwright.tools import inspect_ckpt, merge_ckpt, verify_ckpt
 from shardwright.tools import reshard as reshard_tool
 
@@ -450,7 +451,7 @@ def test_state_that_differs_is_listed_by_key_with_both_values(trained, tmp_path)
     path.write_text(json.dumps(table))
     data, schedule = sorted(verify(trained, tmp_path / "b").differences)
     assert data.startswith("state data: only in")
-    assert schedule == 'state schedule: {"last": 7} and {"last": 8}'
+    assert schedule == "state schedule.last: 7 and 8"
 
 
 def test_a_state_tensor_that_one_side_lacks_is_a_difference(tmp_path):
@@ -1116,6 +1117,14 @@ def test_help_loads_no_heavy_module(module):
     code = f"from shardwright.tools.{module} import main\n"
     code += "try: main(['--help'])\nexcept SystemExit: pass"
     assert imported(code) == set()
+
+
+def test_state_that_differs_is_named_down_to_its_value():
+    a = {"groups": [{"lr": 0.1, "steps": [1, 3]}], "scale": 1.0}
+    b = {"groups": [{"lr": 0.1, "steps": [1, 4]}]}
+    assert _first_apart("state", a, {**b, "scale": 1.0}) == ("state.groups[0].steps[1]", 3, 4)
+    assert _first_apart("state", a, {**a, "groups": []}) == ("state.groups", a["groups"], [])
+    assert _first_apart("state", {"scale": 1.0}, {}) == ("state.scale", 1.0, "absent")
 
 
 @pytest.mark.parametrize(

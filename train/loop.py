@@ -342,8 +342,12 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, evaluate, save."""
         _on_signals(self)
-        with self.watch.advising(lambda: self.step + 1):
-            self._run()
+        try:
+            with self.watch.advising(lambda: self.step + 1):
+                self._run()
+        except BaseException:
+            self.metrics.end_bar()  # before the error is said
+            raise
 
     def _run(self) -> None:
         steps, eval_interval = self.config.steps or 0, self.config.data.eval_interval

@@ -102,6 +102,12 @@ class Metrics:
         else:
             print(line, file=sys.stderr, flush=True)
 
+    def end_bar(self) -> None:
+        """Leave the bar as it stands, so that what follows begins a line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     def close(self) -> None:
         """Finish the files, and draw the loss curve."""
         if self._bar is not None:

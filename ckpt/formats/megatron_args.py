@@ -521,16 +521,21 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
+    return args | _window_of(config, name, origin)
+
+
+def _window_of(config: Mapping[str, object], family: str, origin: str) -> Args:
+    """The args that limit attention to a window; CheckpointError for one of some layers only."""
     window = config.get("sliding_window")
-    if name == "qwen2" and config.get("use_sliding_window") is True and window is not None:
+    if family == "qwen2" and config.get("use_sliding_window") is True and window is not None:
         raise CheckpointError(
             f"{origin}: its config limits the attention of some layers to {window} tokens, which "
             "Megatron-LM's args cannot say; set use_sliding_window to false in a config that "
             "--config names if that is meant"
         )
-    if name in ("mistral", "phi3") and type(window) is int:
-        args["window_size"] = {"$tuple": [window - 1, 0]}  # the own token is not counted
-    return args
+    if family in ("mistral", "phi3") and type(window) is int:
+        return {"window_size": {"$tuple": [window - 1, 0]}}  # the own token is not counted
+    return {}
 
 
 def _rotary_part(config: Mapping[str, object]) -> object:

@@ -47,13 +47,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def batches(case: dict[str, Any], device: Any) -> list[dict[str, Any]]:
+def batches(
+    case: dict[str, Any], device: Any, vocab: int = CONFIG["vocab_size"]
+) -> list[dict[str, Any]]:
     """Random micro-batches."""
     import torch
 
     found = []
     for _ in range(case["count"]):
-        tokens = torch.randint(0, CONFIG["vocab_size"], (case["micro"], SEQUENCE + 1))
+        tokens = torch.randint(0, vocab, (case["micro"], SEQUENCE + 1))
         positions = torch.arange(SEQUENCE).expand(case["micro"], SEQUENCE).contiguous()
         found.append({
             "tokens": tokens[:, :-1].contiguous().to(device),

@@ -14,14 +14,13 @@ import argparse
 import multiprocessing
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_move import measure, remove, script
+from bench_move import measure, print_table, remove, script
 
 H, F, HEADS, GROUPS, VOCAB = 2048, 5632, 32, 4, 32000
 QKV = (HEADS + 2 * GROUPS) * 64
@@ -179,25 +178,10 @@ def main() -> None:
                 results[label].append(measure(command(out)))
                 remove(out)
         shutil.rmtree(root / "weights")
-    print_table(results, {k: v[0] for k, v in todo.items()}, sizes, args.runs)
-
-
-def print_table(
-    results: dict[str, list[tuple[float, float, float]]],
-    sources: dict[str, str],
-    sizes: dict[str, int],
-    runs: int,
-) -> None:
-    """One row a case: medians, and the ratio to cp of its source in the same run."""
+    copies = {source: label for label, (source, _) in todo.items() if label.startswith("cp")}
     said = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
-    print(f"{said}, medians of {runs} interleaved runs, {os.cpu_count()} cores\n")
-    print("| job | wall s | ratio to cp | CPU s | peak RSS MiB |\n" + "|---" * 5 + "|")
-    copies = {sources[k]: rows for k, rows in results.items() if k.startswith("cp")}
-    for label, rows in results.items():
-        wall, cpu, rss = (statistics.median(column) for column in zip(*rows, strict=True))
-        base = copies[sources[label].removesuffix("_dist")]
-        ratio = statistics.median(r[0] / b[0] for r, b in zip(rows, base, strict=True))
-        print(f"| {label} | {wall:.2f} | {ratio:.2f} | {cpu:.2f} | {rss:.0f} |")
+    of = {label: copies[source.removesuffix("_dist")] for label, (source, _) in todo.items()}
+    print_table(results, of, said)
 
 
 if __name__ == "__main__":

@@ -22,15 +22,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_gpu import CONFIG as LLAMA
+from bench_gpu import batches
 
-SEQUENCE = 2048
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048,
-    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu", "initializer_range": 0.02,
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama 1.1B": LLAMA,
     # a slice of the 7B shape: its layers and its head, fewer of them
@@ -83,23 +78,6 @@ CASES: dict[int, list[tuple[str, dict[str, Any], int, int]]] = {
 }  # fmt: skip
 
 
-def rows_of(vocab: int, micro: int, count: int, device: Any) -> list[dict[str, Any]]:
-    """Random micro-batches."""
-    import torch
-
-    found = []
-    for _ in range(count):
-        tokens = torch.randint(0, vocab, (micro, SEQUENCE + 1))
-        positions = torch.arange(SEQUENCE).expand(micro, SEQUENCE).contiguous()
-        found.append({
-            "tokens": tokens[:, :-1].contiguous().to(device),
-            "labels": tokens[:, 1:].contiguous().to(device),
-            "loss_mask": torch.ones(micro, SEQUENCE).to(device),
-            "position_ids": positions.to(device),
-        })  # fmt: skip
-    return found
-
-
 def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: int) -> int:
     """Bytes of ``max_memory_allocated`` of this rank, whole run."""
     import torch
@@ -126,7 +104,7 @@ def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: i
             lr=1e-4, precision="bf16", distributed=distributed, overlap_param_gather=overlap
         )
     )
-    rows = rows_of(config["vocab_size"], micro, count, parallel.device)
+    rows = batches({"micro": micro, "count": count}, parallel.device, config["vocab_size"])
     for _ in range(2):
         engine.zero_grad()
         engine.forward_backward(rows)

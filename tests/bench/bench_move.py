@@ -178,18 +178,20 @@ def main() -> None:
                 out = str(root / "out")
                 results[label].append(measure(command(out)))
                 remove(out)
-    print_table(results, size, args.runs)
+    print_table(results, dict.fromkeys(results, "cp -r"), f"{size / 1e9:.2f} GB")
 
 
-def print_table(results: dict[str, list[tuple[float, float, float]]], size: int, runs: int) -> None:
-    """One row a case: medians, and the ratio to cp in the same run."""
-    print(f"{size / 1e9:.2f} GB, medians of {runs} interleaved runs, {os.cpu_count()} cores\n")
-    print("| job | wall s | ratio to cp | CPU s | peak RSS MiB |")
-    print("|---|---|---|---|---|")
-    base = [wall for wall, _, _ in results["cp -r"]]
+def print_table(
+    results: dict[str, list[tuple[float, float, float]]], copies: dict[str, str], said: str
+) -> None:
+    """One row a case: medians, and the ratio to its ``copies``, a case of the same run."""
+    runs = len(next(iter(results.values())))
+    print(f"{said}, medians of {runs} interleaved runs, {os.cpu_count()} cores\n")
+    print("| job | wall s | ratio to cp | CPU s | peak RSS MiB |\n" + "|---" * 5 + "|")
     for label, rows in results.items():
         wall, cpu, rss = (statistics.median(column) for column in zip(*rows, strict=True))
-        ratio = statistics.median(r[0] / b for r, b in zip(rows, base, strict=True))
+        base = results[copies[label]]
+        ratio = statistics.median(r[0] / b[0] for r, b in zip(rows, base, strict=True))
         print(f"| {label} | {wall:.2f} | {ratio:.2f} | {cpu:.2f} | {rss:.0f} |")
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -61,9 +62,10 @@ from test_megatron import (
     _save,
     _small,
 )
-from test_megatron_dist import FULL
+from test_megatron_dist import FULL, SHIFTED
 from test_megatron_dist import _copy as copy_of_dist
 from test_megatron_dist import _edit as edit_metadata
+from test_megatron_dist import _replaced as replaced
 from test_megatron_loads import _by_name, _flat_file
 from train_runs import Run, Setup, in_ranks, job, losses, make_place, rows
 
@@ -1365,6 +1367,29 @@ def test_what_a_config_cannot_say_of_args_is_refused(said, message) -> None:
 def test_a_window_without_end_is_none(window) -> None:
     args = {**LLAMA_ARGS, "window_size": {"$tuple": window}}
     assert megatron_args.config_from_args(args, "x")["sliding_window"] is None
+
+
+def test_masters_that_are_shifted_are_no_masters_of_a_run_without_the_optimizer(
+    golden: Path, tmp_path: Path
+) -> None:
+    root = copy_of_dist(golden, tmp_path)
+    replaced(root, SHIFTED, lambda x: x.flatten().roll(1).view(x.shape))
+    (tmp_path / "data.txt").write_text("one and two are three; " * 40)
+    command = [
+        sys.executable, "-m", "shardwright.tools.train_ckpt", "--resume", str(root), "--data",
+        str(tmp_path / "data.txt"), "--seq-length", "16", "--steps", "4", "--precision", "bf16",
+        "--micro-batch-size", "1", "--global-batch-size", "1", "--lr", "1e-3",
+    ]  # fmt: skip
+    said = []
+    for more in ({}, {"MEGATRON_LM_NO_LOAD_OPTIM": "true"}):
+        done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True)
+        said.append((done.returncode, done.stderr + done.stdout))
+    (refused, why), (done_well, how) = said
+    assert refused == 1
+    assert "shifted against the weights" in why
+    assert "MEGATRON_LM_NO_LOAD_OPTIM=true" in why
+    assert done_well == 0, how[-2000:]
+    assert "masters were refreshed from the loaded weights" in how
 
 
 LLAMA_ARGS = {

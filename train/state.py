@@ -160,10 +160,11 @@ def load(
         # what is wrong may be the optimizer's; where nothing is, its masters refine the weights
         ckpt = read_checkpoint(path, replace(read, weights_only=True))
     _check_model(ckpt, held)
-    if held.optimizer is not None and not weights_only and (fault := ckpt.optimizer_fault()):
-        raise TrainError(
-            fault.replace(WITHOUT, "MEGATRON_LM_NO_LOAD_OPTIM=true goes on without the optimizer")
-        )
+    if held.optimizer is not None and (fault := ckpt.optimizer_fault()):
+        if not weights_only:
+            how = "MEGATRON_LM_NO_LOAD_OPTIM=true goes on without the optimizer"
+            raise TrainError(fault.replace(WITHOUT, how))
+        ckpt = read_checkpoint(path, replace(read, weights_only=True))  # its masters are no better
     held.settle()
     source = _as_masters(ckpt.manifest, held)
     states = {category_of(fqn) for fqn in ckpt.manifest.tensors} - {""}

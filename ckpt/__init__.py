@@ -11,25 +11,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .checkpoint import ReadOptions
+    from .checkpoint.types import ReadOptions
     from .convert import merge, reshard
     from .errors import CheckpointError
     from .jobs import Report, RunOptions
-    from .planner import Plan, plan
+    from .model.planner import Plan, plan
     from .reader import OpenCheckpoint, open_checkpoint
     from .verifier import Verdict, verify
 
 _HOMES = {
     "CheckpointError": "errors",
     "OpenCheckpoint": "reader",
-    "Plan": "planner",
-    "ReadOptions": "checkpoint",
+    "Plan": "model.planner",
+    "ReadOptions": "checkpoint.types",
     "Report": "jobs",
     "RunOptions": "jobs",
     "Verdict": "verifier",
     "merge": "convert",
     "open_checkpoint": "reader",
-    "plan": "planner",
+    "plan": "model.planner",
     "reshard": "convert",
     "verify": "verifier",
 }

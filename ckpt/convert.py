@@ -10,18 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint import WITHOUT, Checkpoint, Design, Model, ReadOptions, find_config
-from .dtypes import CASTABLE, TO_TORCH, parse_dtype
+from .checkpoint.config import find_config
+from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .family import build_mesh
-from .formats import hf, shard_names, writers
+from .formats import writers
+from .formats.hf import reader as hf
+from .formats.native import names as shard_names
 from .formats.side_files import side_files
+from .formats.writing import WriteRequest, checksums
 from .jobs import Job, Report, RunOptions, run_job
-from .manifest import STATES, SideFile, TensorMeta, category_of, is_padding
-from .mesh import AXES, interleaved, named_axes, split_by_counts
-from .planner import Tolerance, by_category
+from .model.design import Design
+from .model.dtypes import CASTABLE, TO_TORCH, parse_dtype
+from .model.family import Model, build_mesh
+from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_padding
+from .model.mesh import AXES, interleaved, named_axes, split_by_counts
+from .model.planner import Tolerance, by_category
+from .model.target import Target, main_dtype
 from .reader import read_checkpoint
-from .target import Order, Target, checksums, main_dtype
 
 if TYPE_CHECKING:
     from .verifier import Verdict
@@ -129,7 +134,7 @@ def reshard(
     sides = _with_dtype(ckpt.manifest.side_files, dtype)
     if read.vocab_size is not None:
         sides = _with_vocab(sides, model)
-    order = Order(ckpt, target, metas, ckpt.manifest.state, weights_only, tuple(sides))
+    order = WriteRequest(ckpt, target, metas, ckpt.manifest.state, weights_only, tuple(sides))
     writer = writers()[name]
     job = Job(
         ckpt,

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from .checkpoint import Checkpoint
-from .dtypes import ITEMSIZE
-from .manifest import STATES, category_of, is_padding, locate
+from .checkpoint.types import Checkpoint
+from .model.dtypes import ITEMSIZE
+from .model.manifest import STATES, category_of, is_padding, locate
 
 
 def describe(ckpt: Checkpoint) -> dict[str, object]:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint import Checkpoint, Design
+from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
-from .manifest import SideFile
-from .planner import Copy, Plan, Tolerance, chunk_count, plan
-from .progress import Progress, human
+from .model.design import Design
+from .model.manifest import SideFile
+from .model.planner import Copy, Plan, Tolerance, chunk_count, plan
+from .move.progress import Progress, human
 
 if TYPE_CHECKING:
-    from .publish import Stage
+    from .move.publish import OutputTransaction
 
 SYNC_SECONDS = 5.0  # a killed run loses at most this much work
 CHUNK_BYTES = 2048  # memory that a chunk of a manifest may take
@@ -110,7 +111,7 @@ class Job:
 
 def run_job(job: Job, options: RunOptions) -> Report:
     """Carry a job out; nothing is visible at ``job.output`` before it is complete."""
-    from .publish import Stage, check_unchanged, fingerprint, snapshot
+    from .move.publish import OutputTransaction, check_unchanged, fingerprint, snapshot
 
     started = time.monotonic()
     check_place(job.source, job.output)
@@ -126,7 +127,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
     mark = fingerprint(
         [job.identity, options.compare_replicas, sorted(before.items()), _plan_mark(design, made)]
     )
-    with Stage(job.output, mark, single=job.single, overwrite=options.overwrite,
+    with OutputTransaction(job.output, mark, single=job.single, overwrite=options.overwrite,
                resume=options.resume) as stage:  # fmt: skip
         if not stage.continued:
             _check_space(design, stage.path)
@@ -233,7 +234,7 @@ def _check_kept(design: Design) -> None:
 
 
 def _create(design: Design) -> None:
-    from .containers.files import create
+    from .move.files import create
 
     for folder in sorted({Path(file.path).parent for file in design.files}):
         try:
@@ -245,23 +246,23 @@ def _create(design: Design) -> None:
 
 
 def _move(
-    made: Plan, design: Design, options: RunOptions, stage: Stage, report: Report
+    made: Plan, design: Design, options: RunOptions, stage: OutputTransaction, report: Report
 ) -> dict[str, tuple[int, str]]:
     """Move every unit that is not done yet, and compare its replicas while they are cached.
 
     Returns each file's size and, where asked for, its digest: CRC-32s and digests are made as
     the files grow.
     """
-    from .compare import compare
-    from .executor import Budget, Mover, run_units, units
-    from .sealer import Sealer
+    from .move.compare import compare
+    from .move.executor import Budget, Mover, run_units, units
+    from .move.seal import ChecksumFollower
 
     work = units(made.copies)
     repeats: dict[str, list[Copy]] = {u[0].fqn: u for u in units(made.replicas)}
     lonely = [fqn for fqn in repeats if fqn not in {u[0].fqn for u in work}]
     assert not lonely, f"replicas of tensors that are not moved: {lonely}"
     budget = Budget(options.threads, options.memory_budget)
-    sealer = Sealer(design, work, checksum=options.checksum)
+    sealer = ChecksumFollower(design, work, checksum=options.checksum)
     lock = threading.Lock()
     faults: list[str] = []
     pending: dict[int, tuple[float, list[int]]] = {}
@@ -312,8 +313,8 @@ def _overflow(fqn: str, count: int) -> str:
 
 def digests(paths: Sequence[str], workers: int) -> dict[str, str]:
     """The xxh3-128 of each file."""
-    from .containers.files import Files, digest
-    from .executor import in_threads
+    from .move.executor import in_threads
+    from .move.files import Files, digest
 
     found: dict[str, str] = {}
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .box import Box, full, row_major
-from .cast import Array, raw, values
-from .containers.files import Files
-from .dtypes import ITEMSIZE, TO_TORCH
-from .executor import Budget, Mover
-from .manifest import Chunk, Manifest, TensorMeta, View, locate
-from .planner import plan
+from .model.box import Box, full, row_major
+from .model.dtypes import ITEMSIZE, TO_TORCH
+from .model.manifest import Chunk, Manifest, TensorMeta, View, locate
+from .model.planner import plan
+from .move.cast import Array, raw, values
+from .move.executor import Budget, Mover
+from .move.files import Files
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint import JOURNAL, Checkpoint, ReadOptions
+from .checkpoint.types import JOURNAL, Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .formats import deepspeed, formats
-from .publish import snapshot
+from .formats import foreign as deepspeed
+from .formats import formats
+from .move.publish import snapshot
 
 if TYPE_CHECKING:
     from .lazy import LazyArray

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .box import full, row_major
-from .checkpoint import Checkpoint, ReadOptions
-from .dtypes import CASTABLE, ITEMSIZE
+from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .jobs import RunOptions, digests
-from .manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
-from .planner import Copy, Tolerance, plan
-from .progress import Progress, human
+from .model.box import full, row_major
+from .model.dtypes import CASTABLE, ITEMSIZE
+from .model.manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
+from .model.planner import Copy, Tolerance, plan
+from .move.progress import Progress, human
 from .reader import read_checkpoint
 
 MAX_REPEATED_BYTES = 1 << 36  # of a tensor whose strides name the same bytes again and again
@@ -261,8 +261,8 @@ def _whole(manifest: Manifest) -> Manifest:
 def _compare(
     copies: list[Copy], tolerance: Tolerance, options: RunOptions, verdict: Verdict
 ) -> None:
-    from .compare import compare
-    from .executor import Budget, Mover, run_units, units
+    from .move.compare import compare
+    from .move.executor import Budget, Mover, run_units, units
 
     _check_repeats(copies)
     lock = threading.Lock()

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwright.train.config_options import OPTIONS
-from shardwright.train.plugin import ARCHITECTURE, ARGUMENTS, ELSEWHERE, FIELDS, FieldUse
+from shardwright.train.config.cli import OPTIONS
+from shardwright.train.config.fields import ARCHITECTURE, ARGUMENTS, ELSEWHERE, FIELDS, FieldUse
 
 PAGE = Path(__file__).with_name("training.md")
 

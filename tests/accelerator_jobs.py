@@ -216,7 +216,7 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
     """In a process: what every job returned; None for those of other processes."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import TrainError
-    from shardwright.train.parallel import import_megatron, shutdown
+    from shardwright.train.core.process import import_megatron, shutdown
 
     process, found, started = int(os.environ["RANK"]), [], time.monotonic()
     for i, (world, name, arguments) in enumerate(jobs):
@@ -462,7 +462,7 @@ def schedules() -> dict[str, Any]:
 
 def _leave(accelerator) -> None:
     """Make way for another accelerator in this process."""
-    from shardwright.train.parallel import shutdown
+    from shardwright.train.core.process import shutdown
 
     accelerator.free_memory()
     shutdown()
@@ -677,7 +677,7 @@ def command(folder: str) -> dict[str, Any]:
     """A step of train-ckpt with plugin fields from the environment, and the batches it saw."""
     from train_runs import train as train_ckpt
 
-    from shardwright.train import engine
+    from shardwright.train.core import engine
 
     place = Path(folder) / "command"
     seen: list[dict[str, torch.Tensor]] = []
@@ -811,7 +811,7 @@ def refusals(names: Sequence[str]) -> dict[str, str]:
     """The error that each of `REFUSED` ends with, or nothing."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import TrainError
-    from shardwright.train.parallel import import_megatron, shutdown
+    from shardwright.train.core.process import import_megatron, shutdown
 
     found = {}
     for name in names:

@@ -195,7 +195,8 @@ class Forge:
 def _serve() -> None:
     """Answer questions until the pipe closes."""
     # Everything that a run imports, so that a fork need not.
-    from shardwright.ckpt import compare, convert, executor, jobs, publish, verifier  # noqa: F401
+    from shardwright.ckpt import convert, jobs, verifier  # noqa: F401
+    from shardwright.ckpt.move import compare, executor, publish  # noqa: F401
     from shardwright.tools import merge_ckpt, reshard, verify_ckpt
 
     tools = {"reshard": reshard, "merge": merge_ckpt, "verify": verify_ckpt}
@@ -256,8 +257,8 @@ def _instrument(
     "pause": it is made, and the run goes on once it is gone. ``exchange`` False stands for a
     system that cannot swap two folders in one step.
     """
-    from shardwright.ckpt import jobs, publish
-    from shardwright.ckpt.containers import files
+    from shardwright.ckpt import jobs
+    from shardwright.ckpt.move import files, publish
 
     counter = itertools.count()
     if sync:

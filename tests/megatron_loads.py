@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.train import cpu
+from shardwright.train.patches import cpu
 
 Job = Mapping[str, Any]
 

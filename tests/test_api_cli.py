@@ -1075,7 +1075,7 @@ def test_progress_is_a_bar_in_bytes_on_a_terminal(trained, tmp_path):
 
 
 def test_progress_is_plain_lines_elsewhere(trained, cli, monkeypatch):
-    from shardwright.ckpt import progress
+    from shardwright.ckpt.move import progress
 
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     answer = cli("reshard", trained, "--tp", 1, "--pp", 1)

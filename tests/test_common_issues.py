@@ -19,8 +19,9 @@ import pytest
 from train_runs import Launch, Run, command, in_ranks, make_place
 
 from shardwright.tools import train_ckpt
-from shardwright.train import agent, doctor, launch
+from shardwright.train.doctor import doctor
 from shardwright.train.errors import LOST_A_RANK, WAITED_IN_VAIN
+from shardwright.train.run import agent, launch
 
 SHORT = {"save_dir": None, "save_interval": None}
 SLOW = {**SHORT, "steps": 9}  # the 8th step is slow: 7 say what is usual
@@ -259,7 +260,7 @@ def test_a_rank_that_did_not_come_is_no_rank_that_was_killed_from_outside():
 def test_machines_that_do_not_meet_end_with_one_line(rank):
     meeting = [f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={29651 + rank}"]
     done = subprocess.run(
-        [sys.executable, "-m", "shardwright.train.agent", "--nproc-per-node=1", "--nnodes=2",
+        [sys.executable, "-m", "shardwright.train.run.agent", "--nproc-per-node=1", "--nnodes=2",
          *meeting, "--rdzv-backend=static", "--rdzv-conf=timeout=2", "-m", "nothing"],
         capture_output=True, text=True, check=False, timeout=120,
         env=dict([*os.environ.items(), launch.QUIET_AGENT]),

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from shardwright.tools import train_ckpt
-from shardwright.train import questions
-from shardwright.train.config_plugin import from_plugin
-from shardwright.train.plugin import ACCELERATE_FIELDS, MegatronLMPlugin, read_accelerate
+from shardwright.train.config import questions
+from shardwright.train.config.fields import ACCELERATE_FIELDS, MegatronLMPlugin, read_accelerate
+from shardwright.train.config.from_plugin import from_plugin
 
 # Every key of accelerate 1.15's megatron_lm_config, with values that differ from most defaults.
 KEYS: dict[str, Any] = {
@@ -377,7 +377,7 @@ def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_model_gives_the_defaults_of_its_best_layout(tmp_path: Path) -> None:
-    pytest.importorskip("shardwright.train.planning", reason="no planner")
+    pytest.importorskip("shardwright.train.planning.search", reason="no planner")
     path = tmp_path / "a.yaml"
     assert _config("--yes", "--params", "13B", "--num-processes", 8, "--output", path) == 0
     made = read_accelerate(path)

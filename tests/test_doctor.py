@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from train_runs import SIZES, Launch, Run, make_place
 
-from shardwright.ckpt.checkpoint import load_model
+from shardwright.ckpt.checkpoint.config import load_model
 from shardwright.tools import train_ckpt
-from shardwright.train import advice, doctor, topology
-from shardwright.train.config import Batch, Parallelism, Recompute, TrainConfig
+from shardwright.train.config.schema import Batch, Parallelism, Recompute, TrainConfig
+from shardwright.train.doctor import doctor, topology
+from shardwright.train.doctor import findings as advice
+from shardwright.train.doctor.nvidia_smi import parse_gpus
 from shardwright.train.errors import LOST_A_RANK, WAITED_IN_VAIN, TrainError
-from shardwright.train.machine import parse_gpus
 
 RECORDED = Path(__file__).parent / "topologies"
 GIB = 2**30
@@ -211,7 +212,7 @@ def test_the_allocators_failure_becomes_an_error_with_fixes(
 ) -> None:
     import torch
 
-    from shardwright.train.watch import Watch
+    from shardwright.train.doctor.watch import Watch
 
     with pytest.raises(RuntimeError) as failed:
         torch.empty(1 << 50)  # more than any host has

@@ -29,15 +29,13 @@ from fixtures_safety import (
 from shardwright.ckpt import (
     CheckpointError,
     RunOptions,
-    executor,
     jobs,
     merge,
     open_checkpoint,
-    publish,
     reshard,
     verify,
 )
-from shardwright.ckpt.containers import files
+from shardwright.ckpt.move import executor, files, publish
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def main(place: Path) -> None:
         share()
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        from shardwright.train import cpu
+        from shardwright.train.patches import cpu
 
         cpu.install()
     dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -195,12 +195,12 @@ def say(line: str) -> None:
 
 def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) -> Any:
     """An engine in a layout, with the weights of a Hugging Face folder."""
-    from shardwright.ckpt.checkpoint import load_model
-    from shardwright.train.engine import Engine, EngineOptions
-    from shardwright.train.model import ModelOptions
-    from shardwright.train.optim import OptimizerSpec
-    from shardwright.train.parallel import Layout, initialize
-    from shardwright.train.state import load
+    from shardwright.ckpt.checkpoint.config import load_model
+    from shardwright.train.checkpoint.state import load
+    from shardwright.train.core.engine import Engine, EngineOptions
+    from shardwright.train.core.optim import OptimizerSpec
+    from shardwright.train.core.process import Layout, initialize
+    from shardwright.train.model.build import ModelOptions
 
     given = dict(options)
     distributed, overlap = given.pop("distributed", False), given.pop("overlap", False)
@@ -241,7 +241,7 @@ def steps(engine: Any, count: int) -> dict[str, Any]:
 
 
 def train(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    from shardwright.train.parallel import shutdown
+    from shardwright.train.core.process import shutdown
 
     found = steps(engine_of(folder, options), STEPS)
     shutdown()
@@ -252,9 +252,9 @@ def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, 
     """Save while training goes on, and compare with copies made at that step."""
     import torch.distributed as dist
 
-    from shardwright.ckpt.manifest import SideFile
-    from shardwright.train.parallel import shutdown
-    from shardwright.train.state import Saver, load
+    from shardwright.ckpt.model.manifest import SideFile
+    from shardwright.train.checkpoint.state import Saver, load
+    from shardwright.train.core.process import shutdown
 
     engine = engine_of(folder, options)
     held = engine.rank_state()
@@ -293,8 +293,8 @@ def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, 
 
 def resume(checkpoint: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """The steps after a checkpoint, in a layout of its own."""
-    from shardwright.train.parallel import shutdown
-    from shardwright.train.state import load
+    from shardwright.train.checkpoint.state import load
+    from shardwright.train.core.process import shutdown
 
     engine = engine_of(checkpoint, options, weights=False)
     loaded = load(checkpoint, engine.rank_state())

@@ -22,7 +22,7 @@ import pytest
 from train_runs import Launch, Run, losses, make_place
 
 from shardwright.tools import train_ckpt
-from shardwright.train import launch, network
+from shardwright.train.run import launch, network
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "launch.md").read_text()
@@ -157,7 +157,7 @@ def test_every_option_on_the_page_exists(capsys: pytest.CaptureFixture[str]) -> 
     from torch.distributed.run import get_args_parser
 
     from shardwright.tools import options, train_config
-    from shardwright.train import config_options
+    from shardwright.train.config import cli as config_options
 
     ours = options.parser("train-ckpt", "")
     config_options.options(ours)

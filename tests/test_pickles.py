@@ -21,7 +21,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwright.ckpt.containers.pickle_out import dump_tensors
+from shardwright.ckpt.containers.pickle_writer import dump_tensors
 from shardwright.ckpt.containers.pickles import (
     MAX_DIMS,
     MAX_MARKS,
@@ -33,8 +33,8 @@ from shardwright.ckpt.containers.pickles import (
     decode,
     storage_ref,
 )
-from shardwright.ckpt.dtypes import TO_TORCH
 from shardwright.ckpt.errors import CheckpointError
+from shardwright.ckpt.model.dtypes import TO_TORCH
 
 PROTOCOLS = (2, 3, 4, 5)
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.ckpt.checkpoint import model_from
+from shardwright.ckpt.checkpoint.config import model_from
 from shardwright.tools import plan_layout, train_ckpt
-from shardwright.train import estimate, hardware, pictures, planning
+from shardwright.train.core.process import import_megatron
 from shardwright.train.errors import TrainError
-from shardwright.train.estimate import GIB, Cluster, Plan
-from shardwright.train.parallel import import_megatron
+from shardwright.train.planning import estimate, hardware, pictures
+from shardwright.train.planning import search as planning
+from shardwright.train.planning.estimate import GIB, Cluster, Plan
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # The model of tests/bench/bench_gpu.py.
@@ -230,7 +231,7 @@ def printed(
 
 def _parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What train-ckpt makes of a printed line, up to where it would look for the model."""
-    from shardwright.train import loop
+    from shardwright.train.run import trainer as loop
 
     seen = []
 
@@ -290,7 +291,7 @@ def test_the_yaml_says_that_it_lacks_the_micro_batch_and_how_to_give_it(
 
 
 def test_the_yaml_is_read_back_as_the_layout(tmp_path: Path) -> None:
-    from shardwright.train.plugin import read_accelerate
+    from shardwright.train.config.fields import read_accelerate
 
     path = tmp_path / "plan.yaml"
     words = ["--params", "40B", "--gpus", "32", "--output", str(path), "--json"]

@@ -190,7 +190,7 @@ def test_no_element_of_an_output_is_left_as_its_file_was_created(
     variant, safe, monkeypatch, tmp_path
 ):
     """Files that begin as NaN instead of zeros hold none at the end: all of it was written."""
-    from shardwright.ckpt.containers import files
+    from shardwright.ckpt.move import files
 
     create = files.create
 

@@ -12,14 +12,15 @@ from fixtures_safety import write_hf, write_native
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.ckpt import CheckpointError, RunOptions, jobs, merge, reshard, sealer
-from shardwright.ckpt.box import full
-from shardwright.ckpt.checkpoint import Design, OutFile
-from shardwright.ckpt.containers.blueprint import Blueprint, Checksum
-from shardwright.ckpt.containers.files import Files, create
-from shardwright.ckpt.executor import Mover
-from shardwright.ckpt.manifest import Manifest, View
-from shardwright.ckpt.planner import Copy
+from shardwright.ckpt import CheckpointError, RunOptions, jobs, merge, reshard
+from shardwright.ckpt.model.box import full
+from shardwright.ckpt.model.design import Design, OutFile
+from shardwright.ckpt.model.file_layout import Checksum, FileLayout
+from shardwright.ckpt.model.manifest import Manifest, View
+from shardwright.ckpt.model.planner import Copy
+from shardwright.ckpt.move import seal as sealer
+from shardwright.ckpt.move.executor import Mover
+from shardwright.ckpt.move.files import Files, create
 
 RUN = {"checksum": True, "quiet": True}
 
@@ -54,7 +55,7 @@ def test_digest_and_crcs_are_those_of_the_whole_file_in_any_order(made, least, t
     path = tmp_path_factory.mktemp("x") / "f"
     tail = size - 4 * len(tensors)
     sums = tuple(Checksum(o, n, (o - 4, tail + 4 * i)) for i, (o, n) in enumerate(tensors))
-    blueprint = Blueprint(size, {}, (), sums if crc else ())
+    blueprint = FileLayout(size, {}, (), sums if crc else ())
     create(str(path), blueprint)
     work = [[copy_to(f"t{i}", path, o, n)] for i, (o, n) in enumerate(tensors)]
     design = Design([OutFile(str(path), blueprint)], Manifest({}, {}))

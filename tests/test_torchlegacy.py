@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_torchzip import read, same
 
 from shardwright.ckpt import ReadOptions, RunOptions, merge, reshard, verify
-from shardwright.ckpt.containers import torchlegacy, torchzip
+from shardwright.ckpt.containers import torch_legacy, torch_zip
 from shardwright.ckpt.errors import CheckpointError
 
 OLD = {"_use_new_zipfile_serialization": False}
@@ -56,7 +56,7 @@ def check(path, value, **options):
     """Both forms of a value have the same index, and the legacy one points at its bytes."""
     torch.save(value, path, **OLD, **options)
     assert not path.read_bytes().startswith(b"PK")
-    index = torchzip.index(str(path))
+    index = torch_zip.index(str(path))
     expected = dict(flat(value))
     assert list(index.entries) == list(expected)
     for name, tensor in expected.items():
@@ -68,7 +68,7 @@ def refused(data, match, tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=match) as caught:
-        torchzip.index(str(path))
+        torch_zip.index(str(path))
     assert type(caught.value) is CheckpointError
     assert str(path) in str(caught.value)
 
@@ -115,7 +115,7 @@ def test_shared_storages_parameters_and_namespaces_read_as_in_a_zip(tmp_path):
     }
     old = check(tmp_path / "old.pt", value)
     torch.save(value, tmp_path / "new.pt")
-    new = torchzip.index(str(tmp_path / "new.pt"))
+    new = torch_zip.index(str(tmp_path / "new.pt"))
     assert old.extra["iteration"] == 7
     assert old.extra["args"].state == new.extra["args"].state
     offsets = [old.entries[f"model.{n}"].offset_bytes for n in ("w", "tied", "rows")]
@@ -128,7 +128,7 @@ def test_one_tensor_and_no_tensor_are_files_too(tmp_path):
 
 
 def test_pickles_longer_than_the_first_read_are_read_to_their_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(torchlegacy, "FIRST_READ_BYTES", 64)
+    monkeypatch.setattr(torch_legacy, "FIRST_READ_BYTES", 64)
     check(tmp_path / "a.pt", {f"layer{i}.weight": bits((2, i), torch.float32) for i in range(50)})
 
 
@@ -176,7 +176,7 @@ def test_views_of_storages_as_torch_0_3_wrote_them_are_resolved(tmp_path):
              "b": Tensor(stored(4, view=("8", 1, 3)), 1, (2,), (1,))}  # fmt: skip
     path = tmp_path / "a.bin"
     path.write_bytes(handmade(root(value), storages=FOUR))
-    index = torchzip.index(str(path))
+    index = torch_zip.index(str(path))
     assert read(index.entries["a"], path).tolist() == [0, 1, 2, 3]
     assert read(index.entries["b"], path).tolist() == [2, 3]
     assert torch.load(path, weights_only=False)["b"].tolist() == [2, 3]
@@ -233,7 +233,7 @@ def test_damaged_files_read_or_are_refused_and_nothing_else(data, tmp_path_facto
         raw = raw or bytearray(b"\x80")
     path.write_bytes(raw)
     try:
-        index = torchzip.index(str(path))
+        index = torch_zip.index(str(path))
     except CheckpointError:
         return
     for entry in index.entries.values():
@@ -259,7 +259,7 @@ def test_an_index_takes_no_memory_for_tensor_bytes(tmp_path):
     path = tmp_path / "a.bin"
     torch.save({f"w{i}": torch.zeros(1 << 20) for i in range(16)}, path, **OLD)
     tracemalloc.start()
-    assert len(torchzip.index(str(path)).entries) == 16
+    assert len(torch_zip.index(str(path)).entries) == 16
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 << 20

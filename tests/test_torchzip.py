@@ -19,13 +19,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.ckpt.box import row_major
-from shardwright.ckpt.containers import torchzip
-from shardwright.ckpt.containers.blueprint import Spec
-from shardwright.ckpt.containers.pickle_out import dump_tensors
+from shardwright.ckpt.containers import torch_zip
+from shardwright.ckpt.containers.pickle_writer import dump_tensors
 from shardwright.ckpt.containers.pickles import Global, Stub, TensorRef, contiguous
-from shardwright.ckpt.dtypes import ITEMSIZE, TO_TORCH
 from shardwright.ckpt.errors import CheckpointError
+from shardwright.ckpt.model.box import row_major
+from shardwright.ckpt.model.dtypes import ITEMSIZE, TO_TORCH
+from shardwright.ckpt.model.file_layout import Spec
 
 
 def save(path, value, **options):
@@ -74,7 +74,7 @@ def flat(value, name=""):
 
 def check_file(path, value):
     """The index names the tensors of ``value``, in order, and points at their bytes."""
-    index = torchzip.index(path)
+    index = torch_zip.index(path)
     expected = dict(flat(value))
     assert list(index.entries) == list(expected)
     for name, tensor in expected.items():
@@ -163,7 +163,7 @@ def test_a_list_or_a_single_tensor_is_a_file_too(tmp_path):
     assert (list(index.entries), index.extra) == ([""], {})
     index = check_file(save(tmp_path / "c.pt", 3), 3)
     assert (index.entries, index.extra) == ({}, {"": 3})
-    assert torchzip.index(save(tmp_path / "d.pt", {})).entries == {}
+    assert torch_zip.index(save(tmp_path / "d.pt", {})).entries == {}
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -207,11 +207,11 @@ def test_a_span_of_a_file_is_an_archive_of_its_own(tmp_path):
     path.write_bytes(b"".join(buffer.getvalue() for buffer in buffers))
     start = len(buffers[0].getvalue())
     for fill, at, length in ((1.0, 0, start), (2.0, start, len(buffers[1].getvalue()))):
-        index = torchzip.index_span(str(path), at, length)
+        index = torch_zip.index_span(str(path), at, length)
         assert read(index.entries[""], path).tolist() == [fill] * 3
     for at, length in ((start, start + 10**6), (-1, 5), (0, -1), (10, start)):
         with pytest.raises(CheckpointError, match=r"0\.distcp"):
-            torchzip.index_span(str(path), at, length)
+            torch_zip.index_span(str(path), at, length)
 
 
 # --- golden files of Megatron-LM ------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_a_written_file_of_all_dtypes_is_what_torch_and_zipfile_read(tmp_path):
     kinds = [getattr(torch, name) for name in TO_TORCH.values()]
     shapes = [(3, 5), (), (0,), (2, 0), (1, 1, 300)]
     tensors = {f"{kind}.{shape}": random(shape, kind) for kind in kinds for shape in shapes}
-    blueprint = torchzip.layout(specs_of(tensors), {})
+    blueprint = torch_zip.layout(specs_of(tensors), {})
     assert all(offset % 64 == 0 for offset in blueprint.offsets.values())
     index = check_written(seal(tmp_path / "a.bin", blueprint, tensors), tensors)
     assert index.metadata == {}
@@ -323,7 +323,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, table, metadata):
         name: random(tuple(shape), getattr(torch, TO_TORCH[dtype]))
         for name, (dtype, shape) in table.items()
     }
-    blueprint = torchzip.layout(specs_of(tensors), metadata)
+    blueprint = torch_zip.layout(specs_of(tensors), metadata)
     path = seal(tmp_path_factory.mktemp("x") / "a.bin", blueprint, tensors)
     index = check_written(path, tensors)
     assert index.metadata == metadata
@@ -333,7 +333,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, table, metadata):
 
 def test_metadata_is_a_record_that_torch_ignores(tmp_path):
     tensors, metadata = {"a": torch.ones(2)}, {"format": "pt", "step": "7", "é": "\n\u2028"}
-    path = seal(tmp_path / "a.bin", torchzip.layout(specs_of(tensors), metadata), tensors)
+    path = seal(tmp_path / "a.bin", torch_zip.layout(specs_of(tensors), metadata), tensors)
     assert check_written(path, tensors).metadata == metadata
     with zipfile.ZipFile(path) as archive:
         assert json.loads(archive.read("archive/shardwright.json")) == metadata
@@ -341,12 +341,12 @@ def test_metadata_is_a_record_that_torch_ignores(tmp_path):
 
 def test_the_same_tensors_give_the_same_bytes():
     specs = [Spec("a", "F32", (2, 3)), Spec("b", "F8_E4M3", (5,))]
-    assert torchzip.layout(specs, {"k": "v"}) == torchzip.layout(specs, {"k": "v"})
+    assert torch_zip.layout(specs, {"k": "v"}) == torch_zip.layout(specs, {"k": "v"})
 
 
 def test_every_byte_is_fixed_or_a_tensor():
     specs = [Spec(str(i), "I16", (i,)) for i in range(70)]
-    blueprint = torchzip.layout(specs, {"k": "v"})
+    blueprint = torch_zip.layout(specs, {"k": "v"})
     spans = [(offset, len(data)) for offset, data in blueprint.fixed]
     spans += [(blueprint.offsets[str(i)], 2 * i) for i in range(70)]
     at = 0
@@ -373,12 +373,12 @@ def test_a_file_over_4_gib_uses_zip64(tmp_path):
         Spec("edge", "U8", (0xFFFFFFFF,)), Spec("under", "U8", (0xFFFFFFFE,)), Spec("d", "I64",
         (4,)),
     ]  # fmt: skip
-    blueprint = torchzip.layout(specs, {"k": "v"})
+    blueprint = torch_zip.layout(specs, {"k": "v"})
     path = sparse(tmp_path / "a.bin", blueprint)
     with open(path, "r+b") as file:
         file.seek(blueprint.offsets["d"])
         file.write(struct.pack("<4q", 1, -2, 3, -4))
-    index = torchzip.index(path)
+    index = torch_zip.index(path)
     assert {name: entry.offset_bytes for name, entry in index.entries.items()} == blueprint.offsets
     assert (index.size_bytes > 13 << 30, index.metadata) == (True, {"k": "v"})
     loaded = torch.load(path, weights_only=True, mmap=True)
@@ -392,17 +392,17 @@ def test_a_file_over_4_gib_uses_zip64(tmp_path):
 
 def test_more_than_65535_records_use_the_zip64_end(tmp_path):
     specs = [Spec(f"t{i}", "U8", (1,)) for i in range(66_000)]
-    path = sparse(tmp_path / "a.bin", torchzip.layout(specs, {}))
-    index = torchzip.index(path)
+    path = sparse(tmp_path / "a.bin", torch_zip.layout(specs, {}))
+    index = torch_zip.index(path)
     assert len(index.entries) == 66_000
     with zipfile.ZipFile(path) as archive:
         assert len(archive.namelist()) == 66_003
 
 
 def test_too_many_tensors_are_refused_with_the_next_step(monkeypatch):
-    monkeypatch.setattr(torchzip, "MAX_RECORDS", 10)
+    monkeypatch.setattr(torch_zip, "MAX_RECORDS", 10)
     with pytest.raises(CheckpointError, match="max-shard-size"):
-        torchzip.layout([Spec(f"t{i}", "U8", (1,)) for i in range(7)], {})
+        torch_zip.layout([Spec(f"t{i}", "U8", (1,)) for i in range(7)], {})
 
 
 # --- hostile and broken files ---------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_too_many_tensors_are_refused_with_the_next_step(monkeypatch):
 
 def refused(path, match):
     with pytest.raises(CheckpointError, match=match) as caught:
-        torchzip.index(str(path))
+        torch_zip.index(str(path))
     assert str(path) in str(caught.value)
 
 
@@ -449,7 +449,7 @@ def test_the_zip_that_the_tests_write_by_hand_is_read(tmp_path):
     for end in (b"", b"a comment"):
         rest = [(b"x/byteorder", b"little"), (b"x/version", b"3\n")]
         path = write(tmp_path, [PICKLE, STORAGE, *rest], end=end)
-        assert list(torchzip.index(str(path)).entries) == ["a"]
+        assert list(torch_zip.index(str(path)).entries) == ["a"]
         assert torch.load(path, weights_only=True)["a"].shape == (2, 3)
 
 
@@ -531,7 +531,7 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path):
 
 
 def test_a_pickle_over_the_limit_is_refused_before_it_is_read(tmp_path):
-    size = torchzip.MAX_RECORD_BYTES + 1
+    size = torch_zip.MAX_RECORD_BYTES + 1
     raw = raw_zip([(b"x/data.pkl", b"", {"size": size, "packed": size})], at=40 + size)
     path = tmp_path / "a.pt"
     with open(path, "wb") as file:
@@ -601,7 +601,7 @@ def view(shape, strides, offset=0, dtype="F32", numel=6, key="0"):
     ],
 )  # fmt: skip
 def test_a_view_outside_its_storage_is_refused(bad, match, tmp_path):
-    assert torchzip.index(str(write(tmp_path, [view((2, 2), (3, 1)), STORAGE]))).entries
+    assert torch_zip.index(str(write(tmp_path, [view((2, 2), (3, 1)), STORAGE]))).entries
     refused(write(tmp_path, [bad, STORAGE]), match)
 
 
@@ -609,7 +609,7 @@ def test_an_empty_view_may_start_anywhere_as_torch_writes_them(tmp_path):
     value = {"a": torch.zeros(2, 0)[1:], "b": torch.zeros(3)[3:]}
     entries = check_file(save(tmp_path / "a.pt", value), value).entries
     assert entries["a"].shape == (1, 0)
-    index = torchzip.index(str(write(tmp_path, [view((0,), (1,), offset=7), STORAGE])))
+    index = torch_zip.index(str(write(tmp_path, [view((0,), (1,), offset=7), STORAGE])))
     assert index.entries["a"].offset_bytes < index.size_bytes
 
 
@@ -677,7 +677,7 @@ def test_damaged_files_are_read_or_refused(tmp_path):
         path.write_bytes(damaged)
         refusal, entries = str(path), {}
         try:
-            entries = torchzip.index(str(path)).entries
+            entries = torch_zip.index(str(path)).entries
         except CheckpointError as error:
             refusal = str(error)
         assert str(path) in refusal

@@ -24,7 +24,7 @@ from train_runs import Ended, Job, Launch, Run, hf_model, in_ranks, job, losses,
 
 from shardwright.ckpt import RunOptions, verify
 from shardwright.tools import train_ckpt
-from shardwright.train import metrics
+from shardwright.train.run import metrics
 
 QUIET = RunOptions(quiet=True, workers=1)
 TP2 = {"tp": 2, "save_interval": None, "lr_decay_style": "constant", "steps": 1000}
@@ -325,7 +325,9 @@ BEFORE_RANKS: Mapping[str, tuple[dict[str, object], list[str]]] = {
 def test_contradictions_are_refused_before_a_rank_starts(name, tmp_path, capsys, monkeypatch):
     place = make_place(tmp_path)
     options, parts = BEFORE_RANKS[name]
-    monkeypatch.setattr("shardwright.train.launch.launch", lambda *args: pytest.fail("it started"))
+    monkeypatch.setattr(
+        "shardwright.train.run.launch.launch", lambda *args: pytest.fail("it started")
+    )
     assert train_ckpt.main(Run("out", options=options).argv(place)) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1, said

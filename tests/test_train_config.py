@@ -19,7 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.tools.options import dashed
-from shardwright.train.config import (
+from shardwright.train.config.cli import OPTIONS, from_options, options
+from shardwright.train.config.fields import (
+    ACCELERATE_FIELDS,
+    FIELDS,
+    MegatronLMPlugin,
+    environment,
+    read_accelerate,
+    resolve,
+)
+from shardwright.train.config.from_plugin import from_plugin, schedule_fields
+from shardwright.train.config.schema import (
     Batch,
     Optimizer,
     Parallelism,
@@ -32,17 +42,7 @@ from shardwright.train.config import (
     for_model,
     megatron_args,
 )
-from shardwright.train.config_options import OPTIONS, from_options, options
-from shardwright.train.config_plugin import from_plugin, schedule_fields
 from shardwright.train.errors import TrainError
-from shardwright.train.plugin import (
-    ACCELERATE_FIELDS,
-    FIELDS,
-    MegatronLMPlugin,
-    environment,
-    read_accelerate,
-    resolve,
-)
 
 EXTRA = (  # the fields that Accelerate's plugin does not have
     "checkpoint_num_layers",

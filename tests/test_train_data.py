@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core", reason="the trainer needs megatron-core")
 
-from shardwright.train import data_index
-from shardwright.train.data import Batches, EvalBatches, Samples, epoch_seed
-from shardwright.train.data_index import Corpus, import_megatron, open_corpus
+from shardwright.train.data import corpus as data_index
+from shardwright.train.data.corpus import Corpus, import_megatron, open_corpus
+from shardwright.train.data.samples import Batches, EvalBatches, Samples, epoch_seed
 from shardwright.train.errors import TrainError
 
 EOD = 256

@@ -1,6 +1,6 @@
 """What a GPU run computes differently, on CPU: fused functions, recorded layers, host memory.
 
-The functions of ``train/fusions.py`` run uncompiled here, and a stand-in takes the place of CUDA
+The functions of ``train/patches/fusions.py`` run uncompiled here, and a stand-in takes the place of CUDA
 graphs. What only a GPU can show is in test_gpu.py.
 """
 
@@ -57,8 +57,8 @@ def ranks() -> dict[str, Any]:
 
 def _functions() -> dict[str, float]:
     """The largest difference of each function and of its gradient from megatron's own."""
-    from shardwright.train import fusions
-    from shardwright.train.parallel import Layout, import_megatron, initialize, shutdown
+    from shardwright.train.core.process import Layout, import_megatron, initialize, shutdown
+    from shardwright.train.patches import fusions
 
     parallel = initialize(Layout(tp=2), seed=1)
     random = torch.Generator().manual_seed(1)
@@ -124,10 +124,12 @@ def test_fused_functions_are_megatrons(found) -> None:
 
 def _train(layout: dict[str, Any], fused: bool = False, recorder: Any = None) -> dict[str, Any]:
     """Five steps, one of them after an evaluation, and one with another number of rows."""
-    from shardwright.ckpt.checkpoint import model_from
-    from shardwright.train import fusions, graphs, model, optim
-    from shardwright.train.engine import Engine, EngineOptions
-    from shardwright.train.parallel import Layout, initialize, shutdown
+    from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.core import optim
+    from shardwright.train.core.engine import Engine, EngineOptions
+    from shardwright.train.core.process import Layout, initialize, shutdown
+    from shardwright.train.model import build as model
+    from shardwright.train.patches import fusions, graphs
 
     made = Layout(**layout)
     parallel = initialize(made, seed=1)
@@ -268,7 +270,7 @@ def test_layers_that_cannot_be_recorded_run_as_before(found, layout) -> None:
 
 
 def test_host_memory_holds_every_tensor_once(monkeypatch) -> None:
-    from shardwright.train import state
+    from shardwright.train.checkpoint import state
 
     monkeypatch.setattr(state, "_SLAB", 4096)
     monkeypatch.setattr(state, "_LARGE", 512)
@@ -301,11 +303,12 @@ def test_a_save_through_host_memory_is_the_plain_one(tmp_path: Path) -> None:
 
 def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     """In one rank: the files that differ, and the sizes that were foretold and that were saved."""
-    from shardwright.ckpt.checkpoint import model_from
-    from shardwright.train import optim, state
-    from shardwright.train.engine import Engine, EngineOptions
-    from shardwright.train.model import ModelOptions
-    from shardwright.train.parallel import Layout, initialize
+    from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.checkpoint import state
+    from shardwright.train.core import optim
+    from shardwright.train.core.engine import Engine, EngineOptions
+    from shardwright.train.core.process import Layout, initialize
+    from shardwright.train.model.build import ModelOptions
 
     layout = Layout()
     parallel = initialize(layout, seed=1)

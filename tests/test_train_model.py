@@ -30,9 +30,10 @@ from train_helpers import (
 )
 
 from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard
-from shardwright.ckpt.checkpoint import load_model
+from shardwright.ckpt.checkpoint.config import load_model
+from shardwright.train.core.process import Layout, Parallel, initialize, shutdown
 from shardwright.train.errors import TrainError
-from shardwright.train.model import (
+from shardwright.train.model.build import (
     ModelOptions,
     build,
     padding_mask,
@@ -40,7 +41,6 @@ from shardwright.train.model import (
     stored_parameters,
     transformer_config,
 )
-from shardwright.train.parallel import Layout, Parallel, initialize, shutdown
 
 VOCAB = 61  # divides by nothing that a vocabulary is padded to
 MULTIPLE = 16

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from shardwright.train import config
+from shardwright.train.config import schema as config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -30,9 +30,9 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 
 def test_every_member_that_scripts_use_is_named() -> None:
-    from shardwright.train.accelerator import Accelerator
-    from shardwright.train.loader import PreparedLoader
-    from shardwright.train.prepared import PreparedModel
+    from shardwright.train.accelerate.accelerator import Accelerator
+    from shardwright.train.accelerate.loader import PreparedLoader
+    from shardwright.train.accelerate.prepare import PreparedModel
 
     inside = {"remember_loss", "evaluated", "after_step", "rows_of_micro_batch", "longest"}
     inside |= {"skipping", "state", "restore", "start_after"}

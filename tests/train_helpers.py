@@ -63,8 +63,8 @@ def _serve(target: str, world: int, folder: Path, args: Sequence[object]) -> int
     os.environ.update(
         LOCAL_WORLD_SIZE=str(world), WORLD_SIZE=str(world), TORCH_CPP_LOG_LEVEL="ERROR"
     )
-    from shardwright.train import cpu
-    from shardwright.train.parallel import import_megatron
+    from shardwright.train.core.process import import_megatron
+    from shardwright.train.patches import cpu
 
     cpu.install()
     for name in ("models.gpt", "distributed", "pipeline_parallel", "optimizer"):
@@ -130,7 +130,7 @@ def micro_batches(
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, tp_rank: int) -> None:
     """Copy a tp rank's files, of any number of stages, into parameters of the same stored name."""
-    from shardwright.train.model import stored_parameters
+    from shardwright.train.model.build import stored_parameters
 
     found: Tensors = {}
     for file in sorted(folder.glob(f"model_tp_{tp_rank}_pp_*.safetensors")):
@@ -156,7 +156,7 @@ def run_step(
         finalize_model_grads,
     )
 
-    from shardwright.train.model import stored_parameters
+    from shardwright.train.model.build import stored_parameters
 
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -206,7 +206,7 @@ def _endless(batches: Sequence[Batch]) -> Iterator[Batch]:
 
 
 def _inputs(batch: Batch) -> Mapping[str, torch.Tensor | None]:
-    from shardwright.train.model import padding_mask
+    from shardwright.train.model.build import padding_mask
 
     at = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
     return {

@@ -203,7 +203,7 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
 
 
 def _config(argv: Sequence[str]):
-    from shardwright.train import config_options
+    from shardwright.train.config import cli as config_options
 
     parser = argparse.ArgumentParser()
     config_options.options(parser)
@@ -213,8 +213,8 @@ def _config(argv: Sequence[str]):
 def train(argv: Sequence[str], stop_at: int | None = None) -> str:
     """What a rank of ``train-ckpt`` does; the error that it ended with, or nothing."""
     from shardwright.ckpt import CheckpointError
-    from shardwright.train import loop
     from shardwright.train.errors import TrainError
+    from shardwright.train.run import trainer as loop
 
     if stop_at is not None:
         _patch(loop.Trainer, "_asked_to_stop", lambda trainer: trainer.step >= stop_at)
@@ -264,7 +264,7 @@ def train_poisoned(argv: Sequence[str], rank: int, after: int) -> str:
 
 
 def _leave() -> None:
-    from shardwright.train.parallel import import_megatron, shutdown
+    from shardwright.train.core.process import import_megatron, shutdown
 
     if import_megatron("parallel_state").model_parallel_is_initialized():
         shutdown()
@@ -284,12 +284,12 @@ class Setup:
 
     def engine(self):
         """The engine, with the folder's weights loaded as a fine-tuning run loads them."""
-        from shardwright.ckpt.checkpoint import load_model
-        from shardwright.train.engine import Engine, EngineOptions
-        from shardwright.train.model import ModelOptions
-        from shardwright.train.optim import OptimizerSpec
-        from shardwright.train.parallel import Layout, initialize
-        from shardwright.train.state import load
+        from shardwright.ckpt.checkpoint.config import load_model
+        from shardwright.train.checkpoint.state import load
+        from shardwright.train.core.engine import Engine, EngineOptions
+        from shardwright.train.core.optim import OptimizerSpec
+        from shardwright.train.core.process import Layout, initialize
+        from shardwright.train.model.build import ModelOptions
 
         layout = Layout(self.tp, self.pp, self.sequence_parallel)
         options = ModelOptions(precision=self.precision, **CALM)  # type: ignore[arg-type]
@@ -363,7 +363,7 @@ def idle_step(setup: Mapping[str, Any]) -> dict[str, bool]:
 
 def loaded(setup: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What a rank holds of weights, masters and moments after a script's ``load_state``."""
-    from shardwright.train.state import load
+    from shardwright.train.checkpoint.state import load
 
     engine = Setup(**setup).engine()
     held = engine.rank_state()
@@ -377,7 +377,8 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
     """Two saves whose writers wait until they are let go, with a step after each call."""
     import threading
 
-    from shardwright.train import loop, state
+    from shardwright.train.checkpoint import state
+    from shardwright.train.run import trainer as loop
 
     trainer = loop.Trainer(_config(argv))
     folder = Path(save_dir)
@@ -499,7 +500,7 @@ def _restore() -> None:
 
 def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> None:
     """Let a rank do something before the step after ``when``."""
-    from shardwright.train import loop
+    from shardwright.train.run import trainer as loop
 
     step = loop.Trainer._one_step
 
@@ -513,7 +514,7 @@ def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> None:
 
 def _killed_while_saving() -> None:
     """Rank 3 is killed after step 5, while all ranks write the checkpoint of step 4."""
-    from shardwright.train import state
+    from shardwright.train.checkpoint import state
 
     write = state._write_file
 
@@ -558,7 +559,7 @@ def _no_memory() -> None:
 
 def _no_memory_at_first() -> None:
     """The same in a pass of rank 0, the first stage; its process lives on, so others wait."""
-    from shardwright.train import engine
+    from shardwright.train.core import engine
 
     _wait_briefly()
     _in_call(0, engine, "_forward_step", lambda: torch.empty(1 << 50), when=2)
@@ -566,7 +567,7 @@ def _no_memory_at_first() -> None:
 
 def _wait_briefly(seconds: float = 5.0) -> None:
     """Collectives give up after a time that --timeout-minutes cannot say."""
-    from shardwright.train import loop
+    from shardwright.train.run import trainer as loop
 
     initialize = loop.initialize
     _patch(
@@ -604,21 +605,21 @@ def _slow_call(rank: int, owner: Any, name: str) -> None:
 
 def _slow_data() -> None:
     """Rank 1 waits for its samples once."""
-    from shardwright.train import data
+    from shardwright.train.data import samples as data
 
     _slow_call(1, data.Batches, "__next__")
 
 
 def _slow_forward() -> None:
     """Rank 1 computes slowly once."""
-    from shardwright.train import engine
+    from shardwright.train.core import engine
 
     _slow_call(1, engine, "_forward_step")
 
 
 def _slow_network() -> None:
     """No rank works longer, but once gradients take long to be exchanged."""
-    from shardwright.train.parallel import import_megatron
+    from shardwright.train.core.process import import_megatron
 
     for rank in range(4):
         _slow_call(rank, import_megatron("distributed"), "finalize_model_grads")
@@ -626,7 +627,7 @@ def _slow_network() -> None:
 
 def _known_costs() -> None:
     """Passes forward take 10 ms for each layer, and for the output layer as long as for four."""
-    from shardwright.train import engine
+    from shardwright.train.core import engine
 
     step = engine._forward_step
 
@@ -640,7 +641,7 @@ def _known_costs() -> None:
 
 def _slow_disk() -> None:
     """A rank's files of a checkpoint take longer than the steps until the next one."""
-    from shardwright.train import state
+    from shardwright.train.checkpoint import state
 
     write = state._write_file
 
@@ -653,7 +654,7 @@ def _slow_disk() -> None:
 
 def _full_disk() -> None:
     """Rank 1 finds no room for its files of step 4."""
-    from shardwright.train import state
+    from shardwright.train.checkpoint import state
 
     write = state._write_file
 
@@ -689,7 +690,7 @@ def _main() -> int:
     if "RANK" in os.environ:
         FAULTS[os.environ[FAULT]]()
         return train_ckpt.main()
-    from shardwright.train import launch as launcher
+    from shardwright.train.run import launch as launcher
 
     supervise = launcher._supervise
 

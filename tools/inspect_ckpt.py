@@ -45,7 +45,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _text(table: Mapping[str, Any]) -> str:
-    from shardwright.ckpt.progress import human
+    from shardwright.ckpt.move.progress import human
 
     mesh = " ".join(f"{axis}={size}" for axis, size in table["mesh"].items())
     dtypes = ", ".join(f"{d} {n:,}" for d, n in table["dtypes"].items())
@@ -74,7 +74,7 @@ def _text(table: Mapping[str, Any]) -> str:
 
 def _table(files: list[dict[str, Any]]) -> list[str]:
     """Ranks x layers, one line a file."""
-    from shardwright.ckpt.progress import human
+    from shardwright.ckpt.move.progress import human
 
     rows = [("file", "rank", "layers", "tensors", "bytes")]
     rows += [

@@ -44,7 +44,7 @@ def command(argv: Sequence[str]) -> int:
         made.error("--verify compares what was written; --dry-run writes nothing")
     source = options.checkpoint_of(args, made)
     from shardwright.ckpt import merge
-    from shardwright.ckpt.progress import parse_bytes
+    from shardwright.ckpt.move.progress import parse_bytes
 
     size = parse_bytes(args.max_shard_size) if args.max_shard_size else None
     read, run = options.read_options(args), options.run_options(args)

@@ -127,7 +127,7 @@ def checkpoint_of(args: argparse.Namespace, made: argparse.ArgumentParser) -> Pa
 def read_options(args: argparse.Namespace) -> ReadOptions:
     """The reading options as the API takes them."""
     from shardwright.ckpt import ReadOptions
-    from shardwright.ckpt.layout import parse_layout
+    from shardwright.ckpt.model.layout import parse_layout
 
     config = Path(os.path.expanduser(args.config)) if args.config else None
     return ReadOptions(config, parse_layout(args.layout), args.vocab_size, iteration=args.iteration)
@@ -136,7 +136,7 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
 def run_options(args: argparse.Namespace) -> RunOptions:
     """The running options as the API takes them."""
     from shardwright.ckpt import CheckpointError, RunOptions
-    from shardwright.ckpt.progress import parse_bytes
+    from shardwright.ckpt.move.progress import parse_bytes
 
     if args.workers is not None and args.workers < 1:
         raise CheckpointError(f"--workers {args.workers}: must be at least 1")
@@ -154,7 +154,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
 
 def _published() -> str:
     """What the run made visible before it was interrupted; "" where that is nothing."""
-    publish = sys.modules.get("shardwright.ckpt.publish")
+    publish = sys.modules.get("shardwright.ckpt.move.publish")
     outputs = publish.published if publish is not None else []
     return "".join(f"{path} was published and is whole" for path in outputs[-1:])
 
@@ -168,7 +168,7 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    publish = sys.modules.get("shardwright.ckpt.publish")
+    publish = sys.modules.get("shardwright.ckpt.move.publish")
     if publish is not None:  # an earlier run of the same process
         publish.published.clear()
     previous = signal.signal(signal.SIGTERM, stop)

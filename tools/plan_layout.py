@@ -68,8 +68,8 @@ def command(argv: Sequence[str]) -> int:
     """Run with dashed arguments; the exit code."""
     made = _parser()
     args = made.parse_args(argv)
-    from shardwright.train import planning
     from shardwright.train.errors import TrainError
+    from shardwright.train.planning import search as planning
 
     if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
         raise TrainError(f"--plot {args.plot}: write .png or .svg")
@@ -91,10 +91,11 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _request(args: argparse.Namespace):
-    from shardwright.ckpt.progress import parse_bytes
-    from shardwright.train import hardware, planning
+    from shardwright.ckpt.move.progress import parse_bytes
     from shardwright.train.errors import TrainError
-    from shardwright.train.estimate import Cluster
+    from shardwright.train.planning import hardware
+    from shardwright.train.planning import search as planning
+    from shardwright.train.planning.estimate import Cluster
 
     if args.gpus is None:
         raise TrainError("say how many GPUs there are: --gpus 8")
@@ -128,7 +129,7 @@ def _request(args: argparse.Namespace):
 
 
 def _report(result, args: argparse.Namespace) -> None:
-    from shardwright.train import planning
+    from shardwright.train.planning import search as planning
 
     request = result.request
     gpu = request.cluster.gpu
@@ -146,8 +147,9 @@ def _report(result, args: argparse.Namespace) -> None:
 def _write(result, args: argparse.Namespace) -> None:
     """The YAML and the picture."""
     if args.output:
-        from shardwright.train import planning, questions
+        from shardwright.train.config import questions
         from shardwright.train.errors import TrainError
+        from shardwright.train.planning import search as planning
 
         path = Path(args.output)
         lost = questions.refuse_to_replace(path, None)
@@ -160,15 +162,15 @@ def _write(result, args: argparse.Namespace) -> None:
         questions.write(made, path, beside)
         print("\n".join([f"wrote {path}", *beside]), file=sys.stderr)
     if args.plot:
-        from shardwright.train import pictures
+        from shardwright.train.planning import pictures
 
         pictures.draw(result, Path(args.plot), args.top)
         print(f"wrote {args.plot}", file=sys.stderr)
 
 
 def _guide(args: argparse.Namespace) -> int:
-    from shardwright.train import planning
     from shardwright.train.errors import TrainError
+    from shardwright.train.planning import search as planning
 
     chosen = {
         "--model": args.model, "--params": args.params, "--gpus": args.gpus, "--gpu": args.gpu,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from shardwright.ckpt.mesh import AXES
+from shardwright.ckpt.model.mesh import AXES
 
 from . import options
 

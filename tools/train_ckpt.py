@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
-from shardwright.train import config_options
-from shardwright.train.config import TrainConfig
+from shardwright.train.config import cli as config_options
+from shardwright.train.config.schema import TrainConfig
 from shardwright.train.errors import WAITED_IN_VAIN, LostRank
 
 from . import options
@@ -33,11 +33,11 @@ def command(argv: Sequence[str]) -> int:
     made = options.parser("train-ckpt", (__doc__ or "").replace("``", ""))
     config_options.options(made)
     config = config_options.from_options(made.parse_args(argv))
-    from shardwright.train import launch
+    from shardwright.train.run import launch
 
     if launch.is_rank():
         return _run_rank(config)
-    from shardwright.train.loop import check
+    from shardwright.train.run.trainer import check
 
     check(config)
     return launch.launch(config, list(argv))
@@ -51,7 +51,7 @@ _SUBCOMMANDS = {
 
 def _run_rank(config: TrainConfig) -> int:
     """One rank. All ranks meet most errors alike: the first speaks, the others soon end with it."""
-    from shardwright.train.loop import main as run
+    from shardwright.train.run.trainer import main as run
 
     rank = os.environ["RANK"]
     try:
@@ -62,7 +62,8 @@ def _run_rank(config: TrainConfig) -> int:
             time.sleep(10.0)
         raise
     except RuntimeError as error:
-        from shardwright.train import advice, launch
+        from shardwright.train.doctor import findings as advice
+        from shardwright.train.run import launch
 
         minutes = config.launch.timeout_minutes
         lost = error if isinstance(error, LostRank) else advice.lost(error, minutes)

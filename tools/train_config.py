@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.train import questions
-from shardwright.train.errors import TrainError
-from shardwright.train.plugin import (
+from shardwright.train.config import questions
+from shardwright.train.config.fields import (
     FIELDS,
     FILE_KEYS,
     KEY,
@@ -23,6 +22,7 @@ from shardwright.train.plugin import (
     nearest,
     read_accelerate,
 )
+from shardwright.train.errors import TrainError
 
 from . import options
 
@@ -126,7 +126,7 @@ def _proposed(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, A
     """What to suggest where neither flag nor file says: a plan's best layout, or this machine."""
     if args.model or args.params:
         return _planned(args, given)
-    from shardwright.train.machine import count_gpus
+    from shardwright.train.doctor.nvidia_smi import count_gpus
 
     count = count_gpus()
     return {"gpus": count} if count else {"gpus": 1, "use_cpu": True}
@@ -134,7 +134,8 @@ def _proposed(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, A
 
 def _planned(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
     """The best layout of plan-layout for the model on the named GPUs."""
-    from shardwright.train import estimate, hardware, planning
+    from shardwright.train.planning import estimate, hardware
+    from shardwright.train.planning import search as planning
 
     model, name = planning.read_model(args.model, args.params)
     count = given.get("num_processes") or 8 * given.get("num_machines", 1)

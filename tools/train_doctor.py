@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from shardwright.train import config_options
+from shardwright.train.config import cli as config_options
 
 from . import options
 
@@ -32,7 +32,8 @@ def command(argv: Sequence[str]) -> int:
     config_options.options(made)
     args = made.parse_args(argv)
     config = config_options.from_options(args, complete=False)
-    from shardwright.train import advice, doctor
+    from shardwright.train.doctor import doctor
+    from shardwright.train.doctor import findings as advice
 
     found = []
     for finding in doctor.examine(

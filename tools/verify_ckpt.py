@@ -54,7 +54,7 @@ def command(argv: Sequence[str]) -> int:
     for line in verdict.differences:
         print(f"differs: {line}")
     if not args.quiet:
-        from shardwright.ckpt.progress import human
+        from shardwright.ckpt.move.progress import human
 
         head = _summary(verdict.same, args.other is None)
         for line in [*verdict.notes, f"{head}: {verdict.tensors} tensors, {human(verdict.nbytes)}"]:

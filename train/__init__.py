@@ -11,14 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator, MegatronLMDummyScheduler
+    from .accelerate.accelerator import Accelerator, MegatronLMDummyScheduler
+    from .config.fields import MegatronLMPlugin
     from .errors import TrainError
-    from .plugin import MegatronLMPlugin
 
 _HOMES = {
-    "Accelerator": "accelerator",
-    "MegatronLMDummyScheduler": "accelerator",
-    "MegatronLMPlugin": "plugin",
+    "Accelerator": "accelerate.accelerator",
+    "MegatronLMDummyScheduler": "accelerate.accelerator",
+    "MegatronLMPlugin": "config.fields",
     "TrainError": "errors",
 }
 

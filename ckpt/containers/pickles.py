@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from ..box import row_major
-from ..dtypes import FROM_TORCH, ITEMSIZE
 from ..errors import CheckpointError
+from ..model.box import row_major
+from ..model.dtypes import FROM_TORCH, ITEMSIZE
 
 MAX_OPCODES = 1 << 24  # 40 opcodes per tensor: 400,000 tensors; at worst 4 GB, all empty sets
 MAX_MARKS = 2_000  # open containers; CPython's pickler itself stops near 1,000

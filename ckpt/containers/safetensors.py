@@ -12,11 +12,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from ..box import row_major
-from ..dtypes import ITEMSIZE
 from ..errors import CheckpointError
-from .blueprint import Blueprint, Entry, Index, Spec
-from .files import regular_size
+from ..model.box import row_major
+from ..model.dtypes import ITEMSIZE
+from ..model.file_layout import Entry, FileLayout, Index, Spec
+from ..move.files import regular_size
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64  # torch's and NumPy's own limit
@@ -150,7 +150,7 @@ def _check_tiling(path: str, entries: Mapping[str, Entry], base: int, size: int)
         raise CheckpointError(f"{path}: {size - at} bytes after the last tensor ({last})")
 
 
-def layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Blueprint:
+def layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> FileLayout:
     """A file that holds ``specs`` in the order given; ``{"format": "pt"}`` is always written.
 
     Other tools refuse a file without that entry, or guess its framework.
@@ -176,4 +176,4 @@ def layout(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Blueprint:
         )
     base = 8 + len(raw)
     offsets = {name: base + start for name, start in spans.items()}
-    return Blueprint(base + at, offsets, ((0, struct.pack("<Q", len(raw)) + raw),))
+    return FileLayout(base + at, offsets, ((0, struct.pack("<Q", len(raw)) + raw),))

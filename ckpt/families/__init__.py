@@ -12,7 +12,7 @@ import pkgutil
 from functools import cache
 
 from ..errors import CheckpointError
-from ..family import Family
+from ..model.family import Family
 
 
 @cache

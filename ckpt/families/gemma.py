@@ -6,7 +6,7 @@ Megatron-Bridge, since a plain GPTModel has no such tensors.
 
 from __future__ import annotations
 
-from ..family import Family
+from ..model.family import Family
 from .llama import LLAMA
 from .rows import (
     LLAMA_SIZES,

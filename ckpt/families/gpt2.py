@@ -6,7 +6,7 @@ tensor, which the dims strings say by their order.
 
 from __future__ import annotations
 
-from ..family import Family, Part, Rule
+from ..model.family import Family, Part, Rule
 from .rows import COLUMN, FIRST, HEADS, ROW, D, embedding, final_norm, head, norm
 
 _H = "transformer.h.{layer}."

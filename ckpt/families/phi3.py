@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..family import Family, Part, Rule
+from ..model.family import Family, Part, Rule
 from .llama import LLAMA
 from .rows import (
     COLUMN,

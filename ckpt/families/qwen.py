@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..family import Family
+from ..model.family import Family
 from .llama import LLAMA
 from .rows import (
     LLAMA_SIZES,

@@ -7,14 +7,14 @@ tp is larger than the number of groups; gated MLP rows hold [gate; up] of their 
 
 from __future__ import annotations
 
-from ..family import Axes, Check, Part, Rule
-from ..mesh import Index, Shard
+from ..model.family import Axes, Check, Part, Rule
+from ..model.mesh import Shard, ShardByIndex
 
 D = "decoder.layers.{layer}."
 M = "model.layers.{layer}."
-LAYER: Axes = {"pp": Index("layer")}  # replicated over tp
-COLUMN: Axes = {"tp": Shard(0), "pp": Index("layer")}
-ROW: Axes = {"tp": Shard(1), "pp": Index("layer")}
+LAYER: Axes = {"pp": ShardByIndex("layer")}  # replicated over tp
+COLUMN: Axes = {"tp": Shard(0), "pp": ShardByIndex("layer")}
+ROW: Axes = {"tp": Shard(1), "pp": ShardByIndex("layer")}
 FIRST, LAST = {"pp": 0}, {"pp": -1}
 
 HEADS = (

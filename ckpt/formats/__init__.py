@@ -1,22 +1,15 @@
-"""One module per on-disk format; every module of this folder with a ``sniff`` is one.
-
-What writes a format is a module with a ``TO`` (``target.Writer``).
-
-Import errors surface: a broken format must not look like an unknown checkpoint.
-"""
+"""The on-disk formats: a reader each (``Format``), and a writer (``writing.Writer``) for most."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint, ReadOptions
-    from ..target import Writer
+    from ..checkpoint.types import Checkpoint, ReadOptions
+    from .writing import Writer
 
 
 class Format(Protocol):
@@ -33,20 +26,20 @@ class Format(Protocol):
         ...
 
 
+# The first whose ``sniff`` says yes reads a path. Import errors surface: a broken format must
+# not look like an unknown checkpoint.
+_READERS = ("native.reader", "megatron.torch_dist.reader", "megatron.classic.reader", "hf.reader")
+_WRITERS = ("native.writer", "megatron.torch_dist.writer", "megatron.classic.writer")
+
+
 @cache
 def formats() -> tuple[Format, ...]:
-    """Every format, in the order of module names."""
-    return tuple(cast("Format", module) for module in _modules() if hasattr(module, "sniff"))
+    """Every format that is read, in the order in which they are asked."""
+    return tuple(cast("Format", import_module(f".{name}", __name__)) for name in _READERS)
 
 
 @cache
 def writers() -> dict[str, Writer]:
     """What ``--to`` calls it -> the module that writes it."""
-    found = [cast("Writer", module) for module in _modules() if hasattr(module, "TO")]
+    found = [cast("Writer", import_module(f".{name}", __name__)) for name in _WRITERS]
     return {writer.TO: writer for writer in found}
-
-
-@cache
-def _modules() -> tuple[ModuleType, ...]:
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(importlib.import_module(f".{name}", __name__) for name in names)

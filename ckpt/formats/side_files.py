@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..checkpoint import is_file_name
+from ..checkpoint.json_io import is_file_name
 from ..errors import CheckpointError
-from ..manifest import SideFile
+from ..model.manifest import SideFile
 
 # Weights, optimizer state and their tables, in any framework's spelling. They are what a
 # conversion replaces; copying them beside the result would leave two truths in one folder.

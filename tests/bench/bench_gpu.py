@@ -71,13 +71,13 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from shardwright.ckpt.checkpoint import model_from
-    from shardwright.train import optim
-    from shardwright.train.engine import Engine, EngineOptions
-    from shardwright.train.metrics import flops_per_token
-    from shardwright.train.model import ModelOptions
-    from shardwright.train.parallel import Layout, initialize
-    from shardwright.train.state import Saver
+    from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.checkpoint.state import Saver
+    from shardwright.train.core import optim
+    from shardwright.train.core.engine import Engine, EngineOptions
+    from shardwright.train.core.process import Layout, initialize
+    from shardwright.train.model.build import ModelOptions
+    from shardwright.train.run.metrics import flops_per_token
 
     layout = Layout(case.get("tp", 1), case.get("pp", 1), case.get("sp", False))
     parallel = initialize(layout, seed=1)
@@ -178,8 +178,8 @@ def theirs(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shardwright.ckpt.checkpoint import model_from
-    from shardwright.train.metrics import flops_per_token
+    from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.run.metrics import flops_per_token
 
     dist.init_process_group("nccl")
     rank = int(os.environ["LOCAL_RANK"])

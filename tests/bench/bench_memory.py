@@ -82,11 +82,11 @@ def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: i
     """Bytes of ``max_memory_allocated`` of this rank, whole run."""
     import torch
 
-    from shardwright.ckpt.checkpoint import model_from
-    from shardwright.train import optim
-    from shardwright.train.engine import Engine, EngineOptions
-    from shardwright.train.model import ModelOptions
-    from shardwright.train.parallel import Layout, initialize, shutdown
+    from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.core import optim
+    from shardwright.train.core.engine import Engine, EngineOptions
+    from shardwright.train.core.process import Layout, initialize, shutdown
+    from shardwright.train.model.build import ModelOptions
 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -143,8 +143,8 @@ def rank_main(only: list[str]) -> None:
 
 def estimated(name: str, given: dict[str, Any], micro: int, count: int, world: int) -> list[float]:
     """Bytes of every stage, as `plan-layout` has them."""
-    from shardwright.ckpt.checkpoint import model_from
-    from shardwright.train import estimate
+    from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.planning import estimate
 
     model = model_from(MODELS[name], name)
     tp, pp = given.get("tp", 1), given.get("pp", 1)

@@ -1,0 +1,50 @@
+"""From a Hugging Face config.json to a ``Model``: its family, sizes and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .. import families
+from ..errors import CheckpointError
+from ..model.family import Model, evaluate, model_flags, placeholders
+from .json_io import load_json
+from .types import ReadOptions
+
+MAX_LAYERS = 10_000  # a config may say any number, and names are made for each
+
+
+def find_config(folder: Path, options: ReadOptions) -> Path | None:
+    """The config file: the user's, else the folder's own, else None."""
+    if options.config is not None:
+        path = options.config / "config.json" if options.config.is_dir() else options.config
+        if not path.is_file():
+            raise CheckpointError(f"--config {options.config}: there is no {path}")
+        return path
+    own = folder / "config.json"
+    return own if own.is_file() else None
+
+
+def load_model(path: Path, vocab_size: int | None = None) -> Model:
+    """The family, sizes and flags that a config.json describes.
+
+    ``vocab_size`` overrides the config's number of true vocabulary rows.
+    """
+    return model_from(load_json(path, finite=False), str(path), vocab_size)
+
+
+def model_from(config: Mapping[str, object], path: str, vocab_size: int | None = None) -> Model:
+    """The same for a config in memory; ``path`` names it in messages."""
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"{path}: the weights are quantized (quantization_config); dequantize them first, "
+            "since packed weights and scales cannot be cut by rows"
+        )
+    family = families.find(config.get("model_type"), str(path))
+    sizes = {"one": 1, **evaluate(family, config, str(path))}
+    for name in {name for rule in family.rules for name in placeholders(rule.name)}:
+        if sizes[name] > MAX_LAYERS:
+            raise CheckpointError(f"{path}: {sizes[name]} {name}s; the limit is {MAX_LAYERS}")
+    if vocab_size is not None:
+        sizes["vocab"] = vocab_size
+    return Model(family, config, sizes, model_flags(family, config, str(path)))

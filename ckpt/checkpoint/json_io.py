@@ -1,0 +1,98 @@
+"""JSON that a checkpoint holds, and the names in it: read with bounds, nothing of it trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..move.files import regular_size
+
+CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
+MAX_DEPTH = 100  # of JSON: what is read here must be writable again without deep recursion
+
+
+def load_json(path: Path, *, finite: bool = True) -> dict[str, object]:
+    """A JSON object; anything but an object is refused, and NaN and infinities if ``finite``.
+
+    Python writes them, so a config.json may hold them where no size or flag is meant: there
+    they pass, as transformers lets them.
+    """
+
+    def refuse(text: str) -> float:
+        if not finite:
+            return float(text)
+        raise CheckpointError(f"{path}: holds the number {text}, which JSON does not have")
+
+    def number_of(text: str) -> float:
+        return number if math.isfinite(number := float(text)) else refuse(text)
+
+    regular_size(str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, parse_constant=refuse, parse_float=number_of)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object")
+    if _is_deep(value):
+        raise CheckpointError(f"{path}: holds values inside each other more than {MAX_DEPTH} deep")
+    return value
+
+
+def _is_deep(value: object) -> bool:
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a name that a file mentions is one of the same folder, and no path."""
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_path_below(name: object) -> bool:
+    """Whether a name that a file mentions is a path below its folder, spelled in one way only."""
+    return isinstance(name, str) and all(is_file_name(part) for part in name.split("/"))
+
+
+def read_digests(table: object, origin: Path) -> dict[str, tuple[int, str]]:
+    """Path below its folder -> (size, xxh3-128 or ""), from the ``files`` of ``origin``."""
+    if table is not None and not isinstance(table, dict):
+        raise CheckpointError(f"{origin}: files is a {type(table).__name__}, not name -> size")
+    found = {}
+    for name, row in (table or {}).items():
+        if not is_path_below(name):
+            raise CheckpointError(f"{origin}: files names {name!r}, no file below its own folder")
+        size = row.get("size") if isinstance(row, dict) else None
+        mark = row.get("xxh3_128", "") if isinstance(row, dict) else ""
+        if type(size) is not int or not isinstance(mark, str):
+            raise CheckpointError(
+                f"{origin}: the entry of {name!r} in files has no whole number as size, or a "
+                "digest that is no text"
+            )
+        found[name] = (size, mark)
+    return found

@@ -1,0 +1,101 @@
+"""What every format reads into: a manifest plus what it says of model, mesh and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import CheckpointError
+from ..model.family import Model
+from ..model.file_layout import FileLayout, Index, Spec
+from ..model.manifest import Manifest, SideFile
+from ..model.mesh import Mesh
+
+JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
+WITHOUT = "pass --weights-only to go on without the optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What the user says about a source that its files do not."""
+
+    config: Path | None = None  # folder or file of a Hugging Face config
+    layout: Mapping[str, str] = field(default_factory=dict)  # tags that override the file's
+    vocab_size: int | None = None  # true rows of the vocabulary
+    weights_only: bool = False  # leave optimizer files alone
+    iteration: int | None = None  # of a Megatron-LM folder that holds several
+
+
+@dataclass(frozen=True, slots=True)
+class FileSummary:
+    """A file of the checkpoint and what the inspect table says of it."""
+
+    path: str
+    rank: str  # "tp 0 pp 1", or "" for Hugging Face files
+    nbytes: int
+    num_tensors: int
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A source: what is where, and what it says about itself."""
+
+    path: Path
+    format: str
+    manifest: Manifest
+    model: Model | None = None
+    mesh: Mesh = field(default_factory=lambda: Mesh((("tp", 1), ("pp", 1))))
+    dp: int = 1  # data-parallel ranks of the run that saved it
+    sharded: bool = False  # the optimizer state is cut over them
+    layout: dict[str, str] = field(default_factory=dict)
+    step: int | None = None
+    padded_vocab: int | None = None
+    vocab_multiple: int = 128  # rows are padded to a multiple of this times tp
+    files: list[FileSummary] = field(default_factory=list)
+    # path below this one -> size, xxh3-128 or ""
+    digests: dict[str, tuple[int, str]] = field(default_factory=dict)
+    tied: list[str] = field(default_factory=list)  # stored names that repeat another tensor
+    left_out: list[tuple[str, int]] = field(default_factory=list)  # (reason, bytes), per tensor
+    notes: list[str] = field(default_factory=list)  # lines that the user is to see
+    random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
+    has_optimizer: bool = False  # optimizer files lie here, whether they were read or not
+    unread_optimizer: str = ""  # why optimizer files here cannot be read; "" if nothing speaks so
+    unknown_model: str = ""  # why its config.json names no family; "" if it does, or there is none
+    described_by: tuple[str, ...] = ()  # files without tensors that say what is where
+    # path -> size, mtime (ns) and inode of what was read, at that time
+    seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    # What reading put off, since it takes a look into many files:
+    doubt: Callable[[], str] | None = None  # why the optimizer state cannot be trusted, or ""
+    headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad
+
+    def optimizer_fault(self) -> str:
+        """Why optimizer state here cannot be used, "" if it can. A few elements may be read.
+
+        It ends with `WITHOUT`, which says how the commands go on.
+        """
+        if self.doubt is not None and not self.unread_optimizer:
+            self.unread_optimizer = self.doubt()
+        self.doubt = None
+        return self.unread_optimizer
+
+    def need_model(self) -> Model:
+        """The model, for jobs that must know the packing."""
+        if self.model is None:
+            if self.unknown_model:
+                raise CheckpointError(self.unknown_model)
+            raise CheckpointError(
+                f"{self.path}: no config.json says which model this is; name its folder with "
+                "--config HF_DIR"
+            )
+        return self.model
+
+
+class Container(Protocol):
+    """Knows bytes: where tensors lie in one file, existing or to be made."""
+
+    def index(self, path: str) -> Index: ...
+
+    def layout(self, specs: Sequence[Spec], metadata: Mapping[str, str]) -> FileLayout: ...

@@ -1,0 +1,314 @@
+"""The files of a torch_dist checkpoint: what ``.metadata`` says, and blobs of ``.distcp`` files.
+
+``.metadata`` is a pickle of torch.distributed.checkpoint's Metadata; its objects stay inert. Each
+blob is a file of ``torch.save`` of its own, with one tensor or one list of objects. ``.metadata``
+says box and dtype of a blob's tensor; where in the blob its bytes begin, the blob's own header
+says, which is read when a copy needs it: a checkpoint has as many blobs as tensors times ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+from ..checkpoint.json_io import is_file_name
+from ..errors import CheckpointError, raise_all
+from ..model.box import Box, row_major
+from ..model.dtypes import ITEMSIZE
+from ..model.file_layout import Index
+from ..model.manifest import DeferredView, View
+from ..move.files import regular_size
+from . import pickles, torch_zip
+from .pickles import Global, Stub
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+DESCRIBES = "metadata.json"
+MAX_METADATA_BYTES = 1 << 30
+
+
+@dataclass(slots=True, eq=False)
+class Blob:
+    """A box of a stored tensor, and where its file lies."""
+
+    name: str  # of the stored tensor
+    dtype: str
+    box: Box
+    file: str
+    start_bytes: int
+    length_bytes: int
+    # of the tensor, once the header has been read:
+    offset_bytes: int = -1  # from the start of the file
+    strides: tuple[int, ...] = ()  # elements
+
+    def find(self) -> None:
+        """Find the tensor in it; CheckpointError if it is another, or if the blob is damaged."""
+        if self.offset_bytes < 0:
+            read_headers([self])
+
+    def read(self, file: torch_zip.Archives) -> None:
+        """The same in the open file."""
+        where = f"{self.file}: {self.name} at byte {self.start_bytes}"
+        entry = file.index(self.start_bytes, self.length_bytes, where).entries.get("")
+        if entry is None or entry.shape != self.box.sizes or entry.dtype != self.dtype:
+            have = f"{entry.dtype} {list(entry.shape)}" if entry else "no tensor"
+            raise CheckpointError(
+                f"{where}: holds {have}, {METADATA} says {self.dtype} {list(self.box.sizes)}"
+            )
+        steps = _row_major(self.box.sizes)  # nearly always, and shared between the blobs then
+        self.strides = steps if entry.strides == steps else entry.strides
+        self.offset_bytes = entry.offset_bytes
+
+
+_row_major = lru_cache(maxsize=512)(row_major)
+
+
+@lru_cache(maxsize=4096)
+def _shared(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The same numbers, nearly always as the same object: layers repeat each other's geometry."""
+    return numbers
+
+
+def read_headers(blobs: Iterable[Blob]) -> None:
+    """Find the tensors of many blobs: each file is opened once and read from start to end.
+
+    CheckpointError names every blob that is damaged.
+    """
+    by_file: dict[str, list[Blob]] = {}
+    for blob in dict.fromkeys(blobs):
+        if blob.offset_bytes < 0:
+            by_file.setdefault(blob.file, []).append(blob)
+    faults = []
+    for path in sorted(by_file):
+        try:
+            with torch_zip.archives(path) as file:
+                for blob in sorted(by_file[path], key=lambda blob: blob.start_bytes):
+                    try:
+                        blob.read(file)
+                    except CheckpointError as error:
+                        faults.append(str(error))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+    raise_all(faults, "damaged tensors" if len(faults) > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class BlobSlice(DeferredView):
+    """A box of a blob's tensor, its dims in any order; or one of a tensor flattened in the blob."""
+
+    blob: Blob
+    first: tuple[int, ...]  # its first element, in the blob's tensor
+    sizes: tuple[int, ...]  # elements
+    dims: tuple[int, ...] = ()  # the dims of the blob's tensor that its own are
+    steps: tuple[int, ...] | None = None  # of a flattened tensor: its strides, in elements
+
+    @property
+    def file(self) -> str:
+        return self.blob.file
+
+    @property
+    def dtype(self) -> str:
+        return self.blob.dtype
+
+    def view(self) -> View:
+        """Where the elements lie; CheckpointError as ``Blob.find``."""
+        blob, steps = self.blob, self.steps
+        blob.find()
+        if steps is None:
+            steps = _shared(tuple(blob.strides[dim] for dim in self.dims))
+        elif blob.box.sizes[-1] > 1 and blob.strides[-1] != 1:
+            raise CheckpointError(
+                f"{blob.file}: {blob.name} at byte {blob.start_bytes}: its elements lie "
+                f"{blob.strides[-1]} apart; a flattened tensor has them in turn"
+            )
+        start = sum(i * step for i, step in zip(self.first, blob.strides, strict=True))
+        offset = blob.offset_bytes + start * ITEMSIZE[blob.dtype]
+        return View(blob.file, offset, self.sizes, steps, blob.dtype)
+
+    @classmethod
+    def find(cls, places: Sequence[DeferredView]) -> None:
+        """Read the headers of all their blobs."""
+        read_headers(place.blob for place in places if isinstance(place, BlobSlice))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A box of a tensor in one blob: all that the blob holds, or, flattened, a run of it."""
+
+    blob: Blob
+    start: int = 0  # flattened: its first element, in the blob's last dim
+    steps: tuple[int, ...] | None = None  # flattened: its strides, in elements
+
+    def part(self, at: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int, ...]) -> BlobSlice:
+        """The box at ``at`` of this one, as a tensor whose dims are ``dims`` of this one."""
+        if self.steps is None:
+            return BlobSlice(self.blob, _shared(at), sizes, _shared(dims))
+        element = self.start + sum(i * step for i, step in zip(at, self.steps, strict=True))
+        first = (0,) * (len(self.blob.box.sizes) - 1) + (element,)
+        steps = _shared(tuple(self.steps[dim] for dim in dims))
+        return BlobSlice(self.blob, first, sizes, (), steps)
+
+
+@dataclass(slots=True)
+class Stored:
+    """A stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    blobs: list[Blob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Listing:
+    """Everything that ``.metadata`` names."""
+
+    tensors: dict[str, Stored]
+    objects: dict[str, Blob]  # blobs of pickled objects
+    original_shapes: dict[str, tuple[int, ...]]  # of tensors stored flattened (core <= 0.15)
+    files: dict[str, int]  # path -> bytes
+
+
+def listing(folder: Path) -> Listing:
+    """What lies in which blob; every chunk has its blob, and chunks tile their tensor."""
+    file = folder / METADATA
+    size = regular_size(str(file))
+    if size > MAX_METADATA_BYTES:
+        raise CheckpointError(f"{file}: {size} bytes; the limit is {MAX_METADATA_BYTES}")
+    root = pickles.decode(file.read_bytes(), str(file))
+    if not isinstance(root, Stub) or root.name not in ("Metadata", "MCoreMetadata"):
+        raise CheckpointError(f"{file}: is no Metadata of torch.distributed.checkpoint")
+    table = _dict(file, root.state, "Metadata")
+    found = Listing({}, {}, _original_shapes(table.get("mcore_data")), {})
+    places = _places(file, folder, _dict(file, table.get("storage_data"), "storage_data"), found)
+    for name, meta in _dict(file, table.get("state_dict_metadata"), "state_dict_metadata").items():
+        if not isinstance(meta, Stub) or not isinstance(name, str):
+            raise CheckpointError(f"{file}: {pickles.short(name)}: no metadata of a tensor")
+        if meta.name == "BytesStorageMetadata":
+            if (name, None) not in places:
+                raise CheckpointError(f"{file}: {name}: no file holds it")
+            path, start, length = places[name, None]
+            found.objects[name] = Blob(name, "", Box((), ()), path, start, length)
+            continue
+        found.tensors[name] = _stored(file, name, meta, places)
+    return found
+
+
+_Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+
+
+def _places(file: Path, folder: Path, table: Mapping[object, object], found: Listing) -> _Places:
+    """(name, offsets) -> (path, first byte, bytes)."""
+    places: _Places = {}
+    paths: dict[str, str] = {}  # each once in memory
+    for key, value in table.items():
+        if not isinstance(key, Stub) or not isinstance(value, Stub):
+            raise CheckpointError(f"{file}: storage_data holds no MetadataIndex")
+        at, info = _dict(file, key.state, "MetadataIndex"), _dict(file, value.state, "_StorageInfo")
+        name, offset = at.get("fqn"), at.get("offset")
+        path, start, length = (info.get(k) for k in ("relative_path", "offset", "length"))
+        if not isinstance(name, str) or type(start) is not int or type(length) is not int:
+            raise CheckpointError(f"{file}: {pickles.short(name)}: no place in a file")
+        if not is_file_name(path):
+            raise CheckpointError(
+                f"{file}: {name} lies in {pickles.short(path)}, no file beside it"
+            )
+        where = paths.get(str(path))
+        if where is None:
+            where = paths[str(path)] = str(folder / str(path))
+            found.files[where] = regular_size(where)
+        if start < 0 or length < 0 or start + length > found.files[where]:
+            raise CheckpointError(
+                f"{where}: {name}: bytes {start} to {start + length} of a file of "
+                f"{found.files[where]} bytes; the file is truncated"
+            )
+        places[name, _ints(file, name, offset) if offset is not None else None] = (
+            where, start, length,
+        )  # fmt: skip
+    _check_apart(places)
+    return places
+
+
+def _check_apart(places: _Places) -> None:
+    """Blobs of one file share no byte: else one stands for another, or is looked at many times."""
+    held = sorted((where, start, length, key[0]) for key, (where, start, length) in places.items())
+    for (file, start, length, name), (other, after, more, second) in pairwise(held):
+        if file == other and more and after < start + length:
+            raise CheckpointError(
+                f"{file}: {name} is said to lie at bytes {start} to {start + length} and {second} "
+                f"at {after} to {after + more}; the metadata is damaged: save it again"
+            )
+
+
+def _stored(file: Path, name: str, meta: Stub, places: _Places) -> Stored:
+    table = _dict(file, meta.state, name)
+    shape = _ints(file, name, table.get("size"))
+    properties = table.get("properties")
+    state = properties.state if isinstance(properties, Stub) else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(state, dict):
+        first = state.get("dtype")
+    dtype = first.dtype if isinstance(first, Global) else None
+    if dtype is None:
+        raise CheckpointError(f"{file}: {name}: an element type that is not known")
+    found = Stored(name, shape, dtype)
+    chunks = table.get("chunks")
+    count = 0
+    corners = set()
+    for chunk in chunks if isinstance(chunks, list) else []:
+        row = _dict(file, chunk.state if isinstance(chunk, Stub) else None, name)
+        sizes = _ints(file, name, row.get("sizes"))
+        box = Box(_ints(file, name, row.get("offsets")), _shared(sizes))
+        inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+            o >= 0 and o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)
+        )
+        place = places.get((name, box.offsets)) or places.get((name, None))
+        if not inside or place is None:
+            what = "no file holds it" if inside else f"outside of {list(shape)}"
+            raise CheckpointError(
+                f"{file}: {name}: chunk {list(box.sizes)} at {list(box.offsets)}: {what}"
+            )
+        if box.numel and box.offsets in corners:
+            raise CheckpointError(f"{file}: {name}: two chunks lie at {list(box.offsets)}")
+        corners.add(box.offsets)
+        found.blobs.append(Blob(name, dtype, box, *place))
+        count += box.numel
+    total = 1
+    for n in shape:
+        total *= n
+    if count != total:
+        raise CheckpointError(
+            f"{file}: {name}: its chunks have {count} elements, its shape {list(shape)} has {total}"
+        )
+    return found
+
+
+def _original_shapes(table: object) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for name, row in table.items() if isinstance(table, dict) else ():
+        shape = row.get("nd_reformulated_orig_global_shape") if isinstance(row, dict) else None
+        if isinstance(shape, (tuple, list)) and all(type(n) is int and n >= 0 for n in shape):
+            found[str(name)] = tuple(shape)
+    return found
+
+
+def _dict(file: Path, value: object, what: str) -> dict[object, object]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: {what} is a {type(value).__name__}, not a table")
+    return value
+
+
+def _ints(file: Path, name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, Stub) and len(value.args) == 1:  # torch.Size
+        value = value.args[0]
+    if not isinstance(value, (tuple, list)) or not all(type(n) is int and n >= 0 for n in value):
+        raise CheckpointError(f"{file}: {name}: {pickles.short(value)} is no shape")
+    return tuple(value)
+
+
+def objects(blob: Blob) -> Index:
+    """A blob of pickled objects: ``extra`` holds them."""
+    return torch_zip.index_span(blob.file, blob.start_bytes, blob.length_bytes)

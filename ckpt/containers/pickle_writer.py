@@ -1,0 +1,155 @@
+"""Values as a pickle (protocol 2) that ``torch.load`` reads, ``weights_only=True`` included.
+
+Writes what pickles.py reads: plain values, ``Global``, ``Stub`` and ``TensorRef`` inside each
+other, as ``torch.save`` writes them. Nothing is called, and no class needs to be there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from ..model.dtypes import TO_TORCH
+from .pickles import LEGACY_CLASSES, Global, Stub, TensorRef
+
+Leaf = Callable[[object], TensorRef | None]  # the tensor that a value stands for, if it is one
+
+_CONSTANTS = {None: b"N", True: b"\x88", False: b"\x89"}
+_ORDERED = b"ccollections\nOrderedDict\n"
+
+
+def dump_tensors(tensors: Mapping[str, TensorRef]) -> bytes:
+    """A dict of tensors as ``torch.save`` pickles it; decode() gives it back."""
+    return dumps(dict(tensors))
+
+
+def dumps(value: object, leaf: Leaf | None = None) -> bytes:
+    """Any value; ``leaf`` may replace values of the caller's own by tensors.
+
+    Types that came after torch's storage classes lie in untyped storages, whose size is in
+    bytes, and are named in the call.
+    """
+    writer = _Writer(leaf)
+    return b"".join([b"\x80\x02", *writer.value(value), b"."])
+
+
+class _Writer:
+    """The pickle in the making: globals are written once and referred to from then on."""
+
+    def __init__(self, leaf: Leaf | None) -> None:
+        self.leaf = leaf
+        self.memo: dict[bytes, bytes] = {}
+
+    def value(self, value: object) -> list[bytes]:
+        """The opcodes that leave ``value`` on the stack."""
+        if value is None or isinstance(value, bool):
+            return [_CONSTANTS[value]]
+        if isinstance(value, int):
+            return [_int(value)]
+        if isinstance(value, float):
+            return [b"G" + struct.pack(">d", value)]
+        if isinstance(value, str):
+            return [_text(value)]
+        if isinstance(value, bytes):
+            return self._bytes(value)
+        if isinstance(value, Global):
+            return [self._global(value.module, value.name)]
+        if isinstance(value, Stub):
+            return self._object(value)
+        found = value if isinstance(value, TensorRef) else self.leaf and self.leaf(value)
+        if isinstance(found, TensorRef):
+            return self._tensor(found)
+        return self._container(value)
+
+    def _container(self, value: object) -> list[bytes]:
+        if isinstance(value, OrderedDict):
+            return [self.once(_ORDERED), b")R", *self._items(value)]
+        if isinstance(value, dict):
+            return [b"}", *self._items(value)]
+        if isinstance(value, list):
+            parts = [b"]"]
+            if value:
+                parts += [b"(", *self._each(value), b"e"]
+            return parts
+        if isinstance(value, tuple):
+            return [b"(", *self._each(value), b"t"] if value else [b")"]
+        if isinstance(value, (set, frozenset)):
+            return [
+                self._global("__builtin__", "set"),
+                b"(",
+                *self._container(sorted(value)),
+                b"tR",
+            ]
+        raise AssertionError(f"{type(value).__name__} has no place in a checkpoint's pickle")
+
+    def _items(self, table: Mapping[object, object]) -> list[bytes]:
+        if not table:
+            return []
+        parts = [b"("]
+        for key, item in table.items():
+            parts += self.value(key)
+            parts += self.value(item)
+        return [*parts, b"u"]
+
+    def _each(self, values: list[object] | tuple[object, ...]) -> list[bytes]:
+        return [part for value in values for part in self.value(value)]
+
+    def _bytes(self, value: bytes) -> list[bytes]:
+        """Protocol 2 has none: text, and the call that encodes it."""
+        text = _text(value.decode("latin-1"))
+        return [self._global("_codecs", "encode"), b"(", text, _text("latin1"), b"tR"]
+
+    def _object(self, value: Stub) -> list[bytes]:
+        """An object of a class: what ``copyreg`` would write."""
+        assert not value.items, f"{value.module}.{value.name} with items"
+        parts = [self._global(value.module, value.name), *self._container(value.args)]
+        if value.state is None:
+            return [*parts, b"R"]
+        return [*parts, b"\x81", *self.value(value.state), b"b"]
+
+    def _global(self, module: str, name: str) -> bytes:
+        return self.once(f"c{module}\n{name}\n".encode())
+
+    def once(self, value: bytes) -> bytes:
+        """``value`` where it is first needed, a reference to it from then on."""
+        if value in self.memo:
+            return b"h" + self.memo[value]
+        if len(self.memo) > 255:  # one byte says which
+            return value
+        self.memo[value] = bytes([len(self.memo)])
+        return value + b"q" + self.memo[value]
+
+    def _tensor(self, tensor: TensorRef) -> list[bytes]:
+        legacy = LEGACY_CLASSES.get(tensor.dtype)
+        assert tensor.storage.dtype == (tensor.dtype if legacy else "U8"), tensor
+        storage = f"ctorch\n{legacy}\n" if legacy else "ctorch.storage\nUntypedStorage\n"
+        rebuild = f"ctorch._utils\n_rebuild_tensor_v{2 if legacy else 3}\n"
+        once = self.once
+        return [
+            once(rebuild.encode()), b"((", once(_text("storage")),
+            once(storage.encode()), _text(tensor.storage.key), once(_text("cpu")),
+            _int(tensor.storage.numel), b"tQ", _int(tensor.offset_elems),
+            _ints(tensor.shape), _ints(tensor.strides),
+            b"\x89", once(_ORDERED), b")R",  # requires_grad, no hooks
+            b"" if legacy else once(f"ctorch\n{TO_TORCH[tensor.dtype]}\n".encode()), b"tR",
+        ]  # fmt: skip
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _int(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes([value])
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    assert len(raw) < 256, "an integer of over 2,000 bits"
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def _ints(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_int, values)) + b"t" if values else b")"

@@ -1,0 +1,280 @@
+"""Hugging Face checkpoints: one file or several with an index, ``.safetensors`` or ``.bin``.
+
+Logical names are this format's names, so reading is one chunk per tensor. Where the config
+names a family, names, shapes and the tied head are checked against its table; without one
+(another model, a bare file) tensors are carried as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ...checkpoint.config import find_config, load_model
+from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
+from ...checkpoint.types import Checkpoint, Container, FileSummary, ReadOptions
+from ...containers import safetensors, torch_zip
+from ...errors import CheckpointError, raise_all
+from ...families import tables
+from ...model.box import full, row_major
+from ...model.design import Design, OutFile
+from ...model.dtypes import ITEMSIZE
+from ...model.family import Model, logical_shapes
+from ...model.file_layout import Entry, Index, Spec
+from ...model.manifest import PADDING, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
+from ..side_files import resolve, side_files, skipped_links
+
+NAME = "hf"
+# In the order in which transformers looks for them.
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDEX = {name: name + ".index.json" for name in _SINGLE}
+_SPLIT = re.compile(r"(model|pytorch_model)-\d{5}-of-(\d{5})\.(safetensors|bin)")
+
+
+def container_of(path: Path) -> Container:
+    """The container of a file, by its ending."""
+    return safetensors if path.suffix == ".safetensors" else torch_zip
+
+
+def sniff(path: Path) -> bool:
+    """Whether ``path`` is a weights file or a folder that transformers would open."""
+    if path.is_file():
+        return path.suffix in (".safetensors", ".bin", ".pt", ".pth")
+    names = (*_SINGLE, *_INDEX.values())
+    return any((path / n).is_file() or (path / n).is_symlink() for n in names) or any(
+        _SPLIT.fullmatch(child.name) for child in path.iterdir()
+    )
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """The checkpoint at a folder or file; raises with every fault of names and shapes."""
+    folder = path if path.is_dir() else path.parent
+    config = find_config(folder, options)
+    model = _model(config, options)
+    indices = list(_indices(path))
+    result = Checkpoint(path, NAME, Manifest({}, {}), model)
+    if model is None and config is not None:
+        result.unknown_model = _unknown_model(config)
+        result.notes.append(f"{config}: no family table for this model; tensors pass as they are")
+    chunks = Chunks()
+    metas: dict[str, TensorMeta] = {}
+    for index in indices:
+        for entry in index.entries.values():
+            _add(result, chunks, metas, index.path, entry)
+        result.files.append(FileSummary(index.path, "", index.size_bytes, len(index.entries)))
+    if model is not None:
+        if options.vocab_size is not None:
+            _cut_vocabulary(result, chunks, metas, options.vocab_size)
+        _check_against(model, metas, path)
+    sides = side_files(folder) if path.is_dir() else ()
+    result.notes += skipped_links(folder) if path.is_dir() else []
+    result.manifest = Manifest(metas, chunks.by_name, {}, sides)
+    if (folder / CHECKSUMS).is_file() and path.is_dir():
+        table = load_json(folder / CHECKSUMS)
+        result.digests = read_digests(table.get("files"), folder / CHECKSUMS)
+    return result
+
+
+def _add(
+    result: Checkpoint,
+    chunks: Chunks,
+    metas: dict[str, TensorMeta],
+    path: str,
+    entry: Entry,
+) -> None:
+    """One tensor of a file as a chunk, under its logical name."""
+    fqn = entry.name
+    if result.model is not None:
+        family = result.model.family
+        reason = next((r for p, r in family.ignore.items() if re.fullmatch(p, fqn)), None)
+        if reason is not None:
+            nbytes = math.prod(entry.shape) * ITEMSIZE[entry.dtype]
+            result.left_out.append((reason, nbytes))
+            return
+        prefix = next((p for p in family.prefixes if fqn.startswith(p)), "")
+        fqn = family.prefixes.get(prefix, "") + fqn[len(prefix) :]
+        if "tie_word_embeddings" in result.model.flags and fqn in family.tied_names:
+            result.tied.append(fqn)
+            fqn = family.tied_names[fqn]
+    meta = TensorMeta(entry.shape, entry.dtype)
+    repeats = fqn in metas and not result.tied
+    if metas.setdefault(fqn, meta) != meta or repeats:
+        other = chunks.by_name[fqn][0].view.file
+        raise CheckpointError(
+            f"{path}: {entry.name}: {entry.dtype} {list(entry.shape)} is also in {other} as "
+            f"{metas[fqn].dtype} {list(metas[fqn].shape)}"
+        )
+    view = View(path, entry.offset_bytes, entry.shape, entry.strides, entry.dtype)
+    chunks.add(Chunk(fqn, full(entry.shape), view))
+
+
+def _cut_vocabulary(
+    result: Checkpoint, chunks: Chunks, metas: dict[str, TensorMeta], vocab: int
+) -> None:
+    """Rows from ``vocab`` on are padding, as they are in shards: kept there, dropped by merge."""
+    model = result.need_model()
+    rules = model.family.select(model.flags)
+    padded = {part.fqn for rule in rules if rule.pad for part in rule.parts}
+    for fqn in [
+        f for f in metas if f in padded and len(metas[f].shape) and metas[f].shape[0] > vocab
+    ]:
+        rows, *rest = metas[fqn].shape
+        parts = {fqn: (0, vocab), PADDING + fqn: (vocab, rows - vocab)}
+        held = chunks.by_name.pop(fqn)
+        for name, (first, count) in parts.items():
+            shape = (count, *rest)
+            metas[name] = TensorMeta(shape, metas[fqn].dtype, elastic=name != fqn)
+            start = (first, *(0 for _ in rest))
+            for chunk in held:
+                chunks.add(Chunk(name, full(shape), chunk.view.narrow(start, shape)))
+        result.notes.append(
+            f"{result.path}: {fqn}: rows {vocab} to {rows - 1} are padding (--vocab-size {vocab})"
+        )
+
+
+def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> None:
+    """Names and shapes must be those of the family's table; all faults at once.
+
+    Puts ``metas`` into the table's order, in which outputs are written.
+    """
+    wanted = logical_shapes(model.family.select(model.flags), model.sizes)
+    own = model.config.get("vocab_size") == model.sizes["vocab"]
+    said = "the config says" if own else f"the config and --vocab-size {model.sizes['vocab']} say"
+    faults = [
+        f"{fqn}: missing (shape {list(shape)} is needed)"
+        for fqn, shape in wanted.items()
+        if fqn not in metas
+    ]
+    for fqn, meta in metas.items():
+        if meta.elastic:  # rows that --vocab-size cut off
+            continue
+        if fqn not in wanted:
+            faults.append(f"{fqn}: unknown tensor of shape {list(meta.shape)}")
+        elif meta.shape != wanted[fqn]:
+            faults.append(f"{fqn}: shape {list(meta.shape)}, {said} {list(wanted[fqn])}")
+        elif meta.dtype.startswith("F8_"):
+            faults.append(f"{fqn}: {meta.dtype} without a scale; dequantize the weights first")
+    raise_all(faults, f"{path}: not the {model.family.name} model of its config")
+    padding = {fqn: meta for fqn, meta in metas.items() if meta.elastic}
+    ordered = {fqn: metas[fqn] for fqn in wanted} | padding
+    metas.clear()
+    metas.update(ordered)
+
+
+def _model(config: Path | None, options: ReadOptions) -> Model | None:
+    """The family's view of the config; None where there is no table for the model."""
+    if config is None:
+        return None
+    kind = load_json(config, finite=False).get("model_type")
+    known = not isinstance(kind, str) or kind in tables()
+    return load_model(config, options.vocab_size) if known and kind is not None else None
+
+
+def _unknown_model(config: Path) -> str:
+    """The refusal of a job that has to know how a model is packed."""
+    try:
+        load_model(config)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _indices(path: Path) -> Iterator[Index]:
+    """The index of every weights file, in the order of their names."""
+    if path.is_file():
+        yield container_of(path).index(str(path))
+        return
+    for single, index in _INDEX.items():
+        if (path / single).exists() or (path / single).is_symlink():
+            file = resolve(path, single, path)
+            yield container_of(file).index(str(file))
+            return
+        if (path / index).exists() or (path / index).is_symlink():
+            yield from _split_indices(path, path / index)
+            return
+    parts = sorted(c.name for c in path.iterdir() if _SPLIT.fullmatch(c.name))
+    raise CheckpointError(f"{path}: holds {parts[0]} but no index that names the parts")
+
+
+def _split_indices(folder: Path, index: Path) -> Iterator[Index]:
+    """The parts that an index names; what it says must be what the parts hold."""
+    table = load_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise CheckpointError(f"{index}: has no weight_map")
+    faults = []
+    for name in sorted({n if isinstance(n, str) else repr(n) for n in table.values()}):
+        file = resolve(folder, name, index)
+        part = container_of(file).index(str(file))
+        said = {fqn for fqn, where in table.items() if where == name}
+        lacking = said - set(part.entries)
+        faults += [f"{file}: lacks {fqn}, which {index.name} places there" for fqn in lacking]
+        for fqn in set(part.entries) - said:
+            where = f"places in {table[fqn]}" if fqn in table else "does not name"
+            faults.append(f"{file}: holds {fqn}, which {index.name} {where}")
+        yield part
+    raise_all(sorted(faults), "index and files disagree")
+
+
+def design(
+    metas: Mapping[str, TensorMeta],
+    root: Path,
+    *,
+    file_name: str = "",
+    safe: bool = True,
+    max_shard_bytes: int | None = None,
+) -> Design:
+    """The files that hold ``metas`` below ``root``, and the index where there are several.
+
+    ``file_name`` asks for one file of that name instead of transformers' own names.
+    """
+    groups = _split(metas, max_shard_bytes) if not file_name else [list(metas)]
+    if file_name:
+        names = [file_name]
+    elif len(groups) == 1:
+        names = [_SINGLE[0] if safe else _SINGLE[1]]
+    else:
+        stem, end = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+        names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.{end}" for i in range(len(groups))]
+    files, chunks, where = [], Chunks(), {}
+    for name, fqns in zip(names, groups, strict=True):
+        specs = [Spec(fqn, metas[fqn].dtype, metas[fqn].shape) for fqn in fqns]
+        path = root / name
+        blueprint = container_of(path).layout(specs, {})
+        files.append(OutFile(str(path), blueprint))
+        for fqn in fqns:
+            meta = metas[fqn]
+            strides = row_major(meta.shape)
+            view = View(str(path), blueprint.offsets[fqn], meta.shape, strides, meta.dtype)
+            chunks.add(Chunk(fqn, full(meta.shape), view))
+            where[fqn] = name
+    sides = (_index_file(names[0], where, metas),) if len(groups) > 1 else ()
+    return Design(files, Manifest(dict(metas), chunks.by_name, {}, sides))
+
+
+def _split(metas: Mapping[str, TensorMeta], limit: int | None) -> list[list[str]]:
+    """Consecutive tensors in groups of at most ``limit`` bytes; a larger one stands alone."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for fqn, meta in metas.items():
+        if limit is not None and groups[-1] and size + meta.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(fqn)
+        size += meta.nbytes
+    return groups
+
+
+def _index_file(first: str, where: Mapping[str, str], metas: Mapping[str, TensorMeta]) -> SideFile:
+    """transformers' index: sizes from the tensors that are written, keys sorted."""
+    table = {
+        "metadata": {
+            "total_parameters": sum(math.prod(m.shape) for m in metas.values()),
+            "total_size": sum(m.nbytes for m in metas.values()),
+        },
+        "weight_map": dict(sorted(where.items())),
+    }
+    name = _INDEX[_SINGLE[0] if first.endswith(".safetensors") else _SINGLE[1]]
+    return SideFile(name, text=json.dumps(table, indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,306 @@
+"""Megatron-LM's classic checkpoints (``--ckpt-format torch``), read without Megatron or torch.
+
+    DIR/latest_checkpointed_iteration.txt        "1234" or "release"
+    DIR/iter_0001234/mp_rank_TT[_PPP]/model_optim_rng.pt
+    DIR/iter_0001234/mp_rank_TT[_PPP]/distrib_optim.pt     with the distributed optimizer
+
+Layer numbers count from 0 in each virtual stage; walking virtual stages first and pipeline ranks
+second numbers them for the whole model. The rest is what `args` say.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
+from ....errors import CheckpointError, raise_all
+from ....model.dtypes import ITEMSIZE
+from ....model.family import Model, Placed, build_mesh, logical_shapes, mesh_flags, place
+from ....model.file_layout import Entry
+from ....model.layout import check_layout, rounds
+from ....model.manifest import SideFile
+from ....model.mesh import Coord, Mesh
+from ...chunk_builder import Gather
+from .. import args as megatron_args
+from .. import names as megatron_names
+from ..optimizer import Param
+from ..optimizer_reader import OptimizerReader
+from . import files as megatron_files
+from .files import FLAT, TRACKER, iteration_folder
+
+NAME = "megatron"
+PACKING = {0: "per_rank", 1: "per_row", 2: "per_group", 3: "per_group"}  # by checkpoint version
+
+
+def sniff(path: Path) -> bool:
+    """Whether ``path`` is such a folder, or the folder of one of its iterations."""
+    if not path.is_dir():
+        return False
+    if (path / TRACKER).is_file():
+        return not any(megatron_files.is_dist(c) for c in megatron_files.iterations(path))
+    return megatron_files.has_ranks(path) and not megatron_files.is_dist(path)
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """The checkpoint; raises CheckpointError with what does not fit."""
+    folder = iteration_folder(path, options.iteration)
+    ranks = megatron_files.rank_files(folder)
+    return _Reader(path, folder, ranks, options).checkpoint()
+
+
+class _Reader:
+    """Reads one iteration."""
+
+    def __init__(
+        self,
+        path: Path,
+        folder: Path,
+        ranks: dict[Coord, megatron_files.RankFile],
+        options: ReadOptions,
+    ) -> None:
+        self.path, self.folder, self.ranks, self.options = path, folder, ranks, options
+        self.first = next(iter(ranks.values()))
+        self.args = self.first.args
+        self.tp = 1 + max(dict(c)["tp"] for c in ranks)
+        self.pp = 1 + max(dict(c)["pp"] for c in ranks)
+        self._check_precision()
+        self.owned, self.numbers = self._stages()
+        self.padded = self._padded_vocab()
+        self.model, self.config, notes = self._model()
+        self.gather, self.placed, self.mesh = self._place()
+        self.result = Checkpoint(path, NAME, self.gather.manifest({}, ()), self.model, self.mesh)
+        self.result.notes += notes
+        self.optimizer = OptimizerReader(self.gather, self.result)
+
+    def _check_precision(self) -> None:
+        """fp8 with delayed scaling: the scales are a part of the training state."""
+        delayed = self.args.get("fp8") and self.args.get("fp8_recipe", "delayed") == "delayed"
+        if delayed and not self.options.weights_only:
+            raise CheckpointError(
+                f"{self.first.file}: trained in fp8 with delayed scaling, whose history of scales "
+                "cannot be carried; pass --weights-only to leave it and the optimizer out"
+            )
+
+    def _stages(self) -> tuple[tuple[tuple[int, ...], ...], dict[tuple[int, int], int]]:
+        """The layers of each stage, and the number of the first layer of each virtual stage."""
+        counts: dict[tuple[int, int], int] = {}
+        for coord, rank in self.ranks.items():
+            if dict(coord)["tp"]:
+                continue
+            for v, chunk in enumerate(rank.chunks):
+                seen = {n for name, _ in chunk if (n := megatron_names.layer_of(name)) is not None}
+                if seen != set(range(len(seen))):
+                    raise CheckpointError(
+                        f"{rank.file}: its layers are numbered {sorted(seen)[:8]}, not from 0 on"
+                    )
+                counts[v, dict(coord)["pp"]] = len(seen)
+        widths = {rank.folder.name: len(rank.chunks) for rank in self.ranks.values()}
+        if len(set(widths.values())) > 1:
+            raise CheckpointError(f"{self.folder}: the ranks differ in virtual stages: {widths}")
+        starts, at = {}, 0
+        owned: list[list[int]] = [[] for _ in range(self.pp)]
+        for v, p in sorted(counts):
+            starts[v, p] = at
+            owned[p] += range(at, at + counts[v, p])
+            at += counts[v, p]
+        said = self.args.get("num_layers")
+        if type(said) is int and said != at:
+            raise CheckpointError(f"{self.folder}: args say {said} layers, the files hold {at}")
+        return tuple(tuple(o) for o in owned), starts
+
+    def _model(self) -> tuple[Model, dict[str, object] | None, list[str]]:
+        if not self.args and self.options.config is None:
+            raise CheckpointError(
+                f"{self.first.file}: holds no args, so the model is unknown; name the folder "
+                "of a Hugging Face config with --config"
+            )
+        return megatron_args.model_from_args(
+            self.args, self.first.file, self.options, self.padded, self.path
+        )
+
+    def _padded_vocab(self) -> int:
+        entry = megatron_files.embedding(self.first)
+        if entry is None:
+            raise CheckpointError(f"{self.first.file}: holds no embedding.word_embeddings.weight")
+        padded, said = entry.shape[0] * self.tp, self.args.get("padded_vocab_size")
+        if type(said) is int and said != padded and self.options.config is None:
+            raise CheckpointError(
+                f"{self.first.file}: args say padded_vocab_size {said}, its files hold {padded} "
+                f"rows on {self.tp} ranks; if args are wrong, name a config with --config HF_DIR"
+            )
+        return padded
+
+    def _place(self) -> tuple[Gather, dict[Coord, list[Placed]], Mesh]:
+        model, padded, true = self.model, self.padded, self.model.sizes["vocab"]
+        if padded < true:
+            raise CheckpointError(
+                f"{self.first.file}: {padded} vocabulary rows on {self.tp} ranks are fewer "
+                f"than the {true} of the config"
+            )
+        self.layout = check_layout(self._packing(), model.family, str(self.path))
+        rules = model.family.select(model.flags)
+        mesh = build_mesh(rules, model.sizes, (("tp", self.tp), ("pp", self.pp)), self.owned)
+        rules = model.family.select(model.flags | mesh_flags(mesh))
+        sizes = {**model.sizes, "padded_vocab": padded}
+        try:
+            placed = place(rules, sizes, mesh, rounds(self.layout))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+        return Gather(logical_shapes(rules, sizes), sizes), placed, mesh
+
+    def _packing(self) -> dict[str, str]:
+        """How query, key and value rows are packed: as the version says, or the user."""
+        version, sizes = int(self.first.version), self.model.sizes
+        if version < 2 and sizes["g"] != sizes["n"] and "qkv" not in self.options.layout:
+            raise CheckpointError(
+                f"{self.first.file}: checkpoint_version {version} knows no query groups, the model "
+                f"has {sizes['g']} for {sizes['n']} heads; say how rows are packed: "
+                "--layout qkv=per_group"
+            )
+        return {"qkv": PACKING[version], **self.options.layout}
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything in the iteration, checked."""
+        result = self.result
+        for coord, rank in self.ranks.items():
+            self._rank(coord, rank)
+        raise_all(self.gather.faults, f"{self.folder}")
+        state = self._state()
+        result.layout = self.layout
+        result.padded_vocab = self.padded
+        multiple = self.args.get("make_vocab_size_divisible_by")
+        if type(multiple) is int and multiple > 0:
+            result.vocab_multiple = multiple
+        dp = self.args.get("data_parallel_size")
+        result.dp = dp if type(dp) is int and dp > 0 else 1
+        result.digests = megatron_files.recorded(self.path, self.folder)
+        sides, notes = megatron_files.beside(self.path)
+        result.notes += notes
+        if self.config is not None:
+            sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))
+        result.manifest = self.gather.manifest(state, tuple(sides))
+        return result
+
+    # --- weights -----------------------------------------------------------------------------
+
+    def _rank(self, coord: Coord, rank: megatron_files.RankFile) -> None:
+        rows = {p.name: p for p in self.placed[coord]}
+        weights: dict[str, Entry] = {}
+        params: list[Param] = []
+        for v, chunk in enumerate(rank.chunks):
+            shift = self.numbers[v, dict(coord)["pp"]]
+            for name, entry in chunk:
+                if self._holds_no_weight(name, entry):
+                    continue
+                name = megatron_names.shifted(name, shift)
+                placed = rows.get(name)
+                if placed is None or name in weights:
+                    what = "the second" if name in weights else "unknown tensor,"
+                    self.gather.faults.append(
+                        f"{rank.file}: {entry.name}: {what} {name} of shape {list(entry.shape)}"
+                    )
+                    continue
+                weights[name] = entry
+                self.gather.add("", placed, entry, rank.file)
+                params.append(Param(name, entry.shape, entry.dtype, v, self._is_shared(name)))
+        self.gather.faults += [f"{rank.file}: {n}: missing" for n in rows if n not in weights]
+        self._count(rank)
+        layers = self.mesh.owned["pp"][dict(coord)["pp"]]
+        says = " ".join(f"{axis} {number}" for axis, number in coord)
+        self.result.files.append(
+            FileSummary(rank.file, says, rank.index.size_bytes, len(rank.index.entries), layers)
+        )
+        if self.gather.faults:
+            return  # what the optimizer lacks follows from them
+        self._optimizer_of(rank, rows, params, weights)
+
+    def _optimizer_of(
+        self,
+        rank: megatron_files.RankFile,
+        rows: Mapping[str, Placed],
+        params: list[Param],
+        weights: Mapping[str, Entry],
+    ) -> None:
+        layered = sorted(rank.folder.glob("layer_wise_optimizer*"))
+        there = rank.index.extra.get("optimizer") is not None or (rank.folder / FLAT).exists()
+        if not there and not layered:
+            return
+        self.result.has_optimizer = True
+        if layered:
+            self.result.unread_optimizer = (
+                f"{layered[0]}: a layer-wise optimizer (Muon) is not read; {WITHOUT}"
+            )
+        elif not self.options.weights_only:
+            self.optimizer.rank(rank, rows, params, weights)
+
+    def _holds_no_weight(self, name: str, entry: Entry) -> bool:
+        reason = ""
+        if name.endswith(megatron_names.EXTRA):
+            reason = "_extra_state holds no weights"
+        elif megatron_names.is_table(name):
+            reason = "a rotary table, computed from the config"
+        if reason:
+            nbytes = math.prod(entry.shape) * ITEMSIZE[entry.dtype]
+            self.result.left_out.append((reason, nbytes))
+        return bool(reason)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether Megatron keeps a bucket of its own for it: a tied table on two stages."""
+        tied = "tie_word_embeddings" in self.model.flags and self.pp > 1
+        return tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+    def _count(self, rank: megatron_files.RankFile) -> None:
+        """Everything in the file that is no tensor of the model or of its optimizer."""
+        left_out = self.result.left_out
+        left_out += [("_extra_state holds no weights", 0)] * rank.extra_states
+        for entry in rank.index.entries.values():
+            head = entry.name.partition(".")[0]
+            if re.fullmatch(r"model\d*", head) or head == "optimizer":
+                continue
+            if head not in megatron_files.DROPPED:
+                self.gather.faults.append(f"{rank.file}: {entry.name}: unknown tensor")
+        for key, reason in megatron_files.DROPPED.items():
+            if key in rank.index.extra:
+                left_out.append((reason, 0))
+
+    # --- the rest ----------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, object]:
+        """Iteration, schedule, args and the optimizer's hyperparameters."""
+        root, result = self.first.index.extra, self.result
+        state: dict[str, object] = {}
+        step = 0 if self.folder.name == "release" else root.get("iteration")
+        if type(step) is int and step >= 0:
+            result.step = state["step"] = step
+        table: dict[str, object] = {
+            "args": self.args,
+            "checkpoint_version": self.first.version,
+        }
+        for key in ("iteration", "opt_param_scheduler", "lr_scheduler",
+                    "num_floating_point_operations_so_far"):  # fmt: skip
+            if root.get(key) is None:
+                continue
+            try:
+                table[key] = megatron_args.encode(root[key])
+            except megatron_args.Unknown as error:
+                result.notes.append(f"{key} left behind: it holds a {error}")
+        known = {*table, *megatron_files.DROPPED, "args", "optimizer", "iteration"}
+        rest = [k for k in root if k not in known and not re.fullmatch(r"model\d*", k)]
+        if rest:
+            result.notes.append(f"left behind, of unknown use: {', '.join(map(str, rest))}")
+        if self.first.lost:
+            result.notes.append(f"args that cannot travel: {', '.join(self.first.lost)}")
+        if any(key in root for key in megatron_files.DROPPED if "rng" in key):
+            result.notes.append(
+                "random states left behind: they belong to the ranks of the saving run"
+            )
+        schedule = megatron_args.native_schedule(table, self.args, result.step or 0)
+        if schedule is not None:
+            state["schedule"] = schedule
+        if self.optimizer.state:
+            table["optimizer"] = self.optimizer.state
+            state["param_groups"] = self.optimizer.native
+        return {**state, "megatron": table}

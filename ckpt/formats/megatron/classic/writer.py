@@ -1,0 +1,434 @@
+"""Designs Megatron-LM's classic checkpoints: rank folders that Megatron-LM's own loader takes.
+
+The layout of files is megatron.py's. Weights have the local spec's names (TransformerEngine's
+where the source was trained with it), numbered within each virtual stage. The optimizer is the
+plain one, or flat buffers where the target's is sharded over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....containers import torch_zip
+from ....containers.pickles import Global, Stub
+from ....errors import CheckpointError, raise_all
+from ....model.design import Design, OutFile
+from ....model.dtypes import ITEMSIZE, TO_TORCH
+from ....model.family import Placed
+from ....model.file_layout import FileLayout, Spec
+from ....model.manifest import STATES, Chunk, Manifest, SideFile, View
+from ....model.mesh import Coord, runs
+from ....model.target import main_dtype
+from ...native import writer as shards_out
+from ...native.names import piece_meta
+from ...writing import WriteRequest, Written, checksums
+from .. import args as megatron_args
+from .. import names as megatron_names
+from .. import optimizer as megatron_optim
+from ..optimizer import Param, registration_key
+from . import files as megatron_files
+from .files import FILES, FLAT, TRACKER
+
+TO = "megatron"
+TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
+_HALF = ("BF16", "F16")
+_LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_MAX_SCALE = 3.4028234663852886e38  # of float32
+_HYSTERESIS = 2  # Megatron-LM's own default
+# what Megatron-LM's optimizer says of a group where the source says nothing
+_GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
+_GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+
+
+def design(order: WriteRequest, root: Path) -> Design:
+    """Every rank's files below ``root``."""
+    return Writer(order, root).design()
+
+
+def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+    """What travels along, digests, and the tracker file last."""
+    kept = [s for s in order.sides if s.name != TRACKER]
+    step = order.target.step
+    tracker = SideFile(TRACKER, text="release" if step is None else str(step))
+    return [*kept, *checksums(files), tracker]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A stored tensor of a rank."""
+
+    placed: Placed
+    param: Param
+    name: str  # in the file: local layer number
+    states: Mapping[str, str]  # optimizer state -> dtype
+
+
+class Writer:
+    """Collects the files of all ranks."""
+
+    def __init__(self, order: WriteRequest, root: Path) -> None:
+        target = order.target
+        self.order, self.target = order, target
+        self.here = shards_out.placement(target.model, target.mesh, target.vocab_multiple)
+        self.collector = shards_out.Collector(target, order.metas, root, self.here)
+        name = "release" if target.step is None else f"iter_{target.step:07d}"
+        self.folder = root / name
+        table = order.state.get("megatron")
+        self.saved: Mapping[str, Any] = table if isinstance(table, dict) else {}
+        source = self.saved.get("args")
+        self.source_args: Mapping[str, object] = source if isinstance(source, dict) else {}
+        self.fused = self.source_args.get("transformer_impl") == "transformer_engine"
+        self.tp, self.pp = target.mesh.size("tp"), target.mesh.size("pp")
+        owned = target.mesh.owned["pp"]
+        self.stages = [runs(layers) or [()] for layers in owned]
+        self.vpp = max(len(chunks) for chunks in self.stages)
+        self._check_stages()
+        states = [] if order.weights_only else STATES
+        self.states = [s for s in states if any(f.startswith(s + "/") for f in order.metas)]
+        self.args = self._args()
+        self.notes: list[str] = []
+
+    def _check_stages(self) -> None:
+        """Only splits that args can say."""
+        counts = [[len(c) for c in chunks] for chunks in self.stages]
+        flat = [n for row in counts for n in row]
+        uneven = len(set(flat)) > 1
+        if self.vpp > 1 and (uneven or len({len(row) for row in counts}) > 1):
+            raise CheckpointError(
+                f"virtual stages of {counts} layers: Megatron-LM needs even ones; pass --vpp 1"
+            )
+        if uneven and len(set(flat[1:-1])) > 1:
+            raise CheckpointError(
+                f"stages of {flat} layers: Megatron-LM can name the first and the last alone, "
+                "those between are even; choose others with --pp-layers"
+            )
+        self.uneven = tuple(flat) if uneven else None
+
+    def _args(self) -> dict[str, object]:
+        target = self.target
+        return megatron_args.args_for(
+            target.model,
+            self.source_args,
+            tp=self.tp,
+            pp=self.pp,
+            dp=target.dp,
+            vpp=self.vpp,
+            stages=self.uneven,
+            padded_vocab=self.here.sizes["padded_vocab"],
+            vocab_multiple=target.vocab_multiple,
+            distributed=target.sharded,
+            dtype=main_dtype(self.order.metas),
+            step=target.step,
+            transformer_engine=self.fused,
+            origin=str(self.order.source.path),
+        )
+
+    def design(self) -> Design:
+        for coord, placed in self.here.placed.items():
+            self._rank(coord, list(self._rows(coord, placed)))
+        raise_all(self.collector.faults, "these tensors cannot be packed")
+        repeats = sum({"tie_word_embeddings", "pp>1"} <= set(r.when) for r in self.here.rules)
+        self.notes.append(self.how_to_load())
+        manifest = Manifest(self.collector.metas, self.collector.chunks.by_name)
+        tied = repeats * (1 + len(self.states))
+        return Design(self.collector.files, manifest, tied, self.notes)
+
+    def how_to_load(self) -> str:
+        """Megatron-LM's options for what is written."""
+        if not self.states:
+            return "weights alone: load with --no-load-optim --no-load-rng, or --finetune"
+        if not any(state in _MOMENTS for state in self.states):
+            return (
+                "the optimizer has masters and no moments yet: load with --no-load-optim "
+                "--no-load-rng"
+            )
+        return "random states are left out: load with --no-load-rng"
+
+    def _rows(self, coord: Coord, placed: Sequence[Placed]) -> Iterator[_Row]:
+        """A rank's tensors in registration order."""
+        chunks = self.stages[dict(coord)["pp"]]
+        tied = "tie_word_embeddings" in self.target.model.flags and self.pp > 1
+        found = []
+        for row in placed:
+            layer = megatron_names.layer_of(row.name)
+            chunk, name = 0, row.name
+            if layer is not None:
+                chunk = next(v for v, layers in enumerate(chunks) if layer in layers)
+                name = megatron_names.renumbered(row.name, layer - chunks[chunk][0])
+            elif not row.name.startswith("embedding."):
+                chunk = len(chunks) - 1
+            shared = tied and row.name in (
+                "embedding.word_embeddings.weight", "output_layer.weight",
+            )  # fmt: skip
+            dtype = self.collector.dtype_of(row, "") or "F32"
+            states = {}
+            for state in self.states:
+                have = self.collector.dtype_of(row, state + "/")
+                if have is not None:
+                    states[state] = have
+            param = Param(row.name, row.shape, dtype, chunk, shared)
+            shown = megatron_names.fused(name) if self.fused else name
+            found.append(_Row(row, param, shown, states))
+        found.sort(key=lambda r: (r.param.chunk, registration_key(r.param.name, self.fused)))
+        yield from found
+
+    def _rank(self, coord: Coord, rows: list[_Row]) -> None:
+        folder = self.folder / megatron_files.folder_name(coord, self.pp)
+        tree: dict[str, object] = {
+            "args": Stub("argparse", "Namespace", (), plain(self.args)),
+            "checkpoint_version": 3.0,
+            "iteration": self.target.step or 0,
+        }
+        for v in range(self.vpp):
+            chunk = [row for row in rows if row.param.chunk == v]
+            tree["model" if self.vpp == 1 else f"model{v}"] = self._model(chunk)
+        if self.states:
+            tree["optimizer"] = (
+                self.distributed_groups() if self.target.sharded else self._plain_optimizer(rows)
+            )
+            for key in ("opt_param_scheduler", "lr_scheduler"):
+                if key in self.saved:
+                    tree[key] = megatron_args.decode(self.saved[key])
+        operations = self.saved.get("num_floating_point_operations_so_far", 0)
+        tree["num_floating_point_operations_so_far"] = operations
+        blueprint = self._file(folder / FILES[0], tree)
+        path = str(folder / FILES[0])
+        for row in rows:
+            self._chunks(path, blueprint, "", row, f"model/{row.param.name}")
+            if not self.target.sharded:
+                for state in row.states:
+                    key = f"{state}/{row.param.name}"
+                    if key in blueprint.offsets:
+                        self._chunks(path, blueprint, state, row, key)
+        if self.states and self.target.sharded:
+            self._flat(coord, folder / FLAT, rows)
+
+    def _file(self, path: Path, tree: object) -> FileLayout:
+        blueprint = torch_zip.layout_tree(tree)
+        self.collector.files.append(OutFile(str(path), blueprint))
+        return blueprint
+
+    def _model(self, rows: Sequence[_Row]) -> dict[str, object]:
+        """Names as the module has them, with the empty ``_extra_state`` of linear layers."""
+        model: dict[str, object] = {}
+        for i, row in enumerate(rows):
+            model[row.name] = Spec(f"model/{row.param.name}", row.param.dtype, row.param.shape)
+            module = row.name.rpartition(".")[0]
+            last = i + 1 == len(rows) or rows[i + 1].name.rpartition(".")[0] != module
+            if last and module.rpartition(".")[2] in _LINEAR:
+                model[f"{module}.{megatron_names.EXTRA}"] = None
+        if rows and rows[-1].param.name.startswith("decoder.final_layernorm."):
+            model[f"output_layer.{megatron_names.EXTRA}"] = None  # its weight is the embedding
+        return model
+
+    # --- optimizer ---------------------------------------------------------------------------
+
+    def groups(self) -> tuple[list[dict[str, object]], int | None, str]:
+        """Hyperparameters of each group, the step, and where it stands."""
+        saved = self.saved.get("optimizer")
+        if isinstance(saved, dict) and isinstance(saved.get("param_groups"), list):
+            decoded: Any = megatron_args.decode(saved["param_groups"])
+            step = saved.get("step")
+            groups = [_identified(dict(group)) for group in decoded]
+            step_in = str(saved.get("step_in", "groups"))
+            if any("amsgrad" in group for group in groups):
+                step_in = "state"  # of torch's Adam; the distributed optimizer has it in groups
+            return groups, step if type(step) is int else None, step_in
+        native = self.order.state.get("param_groups")
+        rows = [r for r in native if isinstance(r, dict)] if isinstance(native, list) else []
+        steps = [r["step"] for r in rows if type(r.get("step")) is int]
+        groups = []
+        for group in _GROUPS:
+            decays = bool(group["wd_mult"])
+            row = next(
+                (r for r in rows if bool(r.get("weight_decay", 0.0)) == decays),
+                rows[0] if rows else {},
+            )
+            kept = {k: v for k, v in row.items() if k in ("lr", "eps", "betas", "momentum")}
+            if isinstance(kept.get("betas"), list):
+                kept["betas"] = tuple(kept["betas"])
+            decay = row.get("weight_decay", 0.0) if decays else 0.0
+            groups.append({**group, **_GROUP, **kept, "weight_decay": decay})
+        return groups, steps[0] if steps else self.target.step, "groups"
+
+    def _numbered(self, rows: Sequence[_Row], groups: list[dict[str, object]]) -> list[list[_Row]]:
+        """The parameters of each group, by megatron-core's rule."""
+        by_name = {row.param.name: row for row in rows}
+        params = [row.param for row in rows if row.states]
+        buckets = megatron_optim.assigned(groups, params)
+        if buckets is None:
+            raise CheckpointError(
+                f"{self.order.source.path}: its {len(groups)} param groups do not say which "
+                "parameters they hold; pass --weights-only to go on without the optimizer"
+            )
+        return [[by_name[p.name] for p in bucket] for bucket in buckets]
+
+    def _plain_optimizer(self, rows: Sequence[_Row]) -> dict[str, object]:
+        groups, step, step_in = self.groups()
+        buckets = self._numbered(rows, groups)
+        state: dict[int, dict[str, object]] = {}
+        for group, bucket in zip(groups, buckets, strict=True):
+            group["params"] = list(range(len(state), len(state) + len(bucket)))
+            if step is not None and step_in == "groups":
+                group.setdefault("step", step)
+            if step_in == "state":
+                group.pop("step", None)
+            for row in bucket:
+                entry: dict[str, object] = {}
+                if step is not None and step_in == "state":
+                    entry["step"] = torch_zip.Known("F32", (), struct.pack("<f", step))
+                for moment in _MOMENTS:
+                    if moment in row.states:
+                        key = f"{moment}/{row.param.name}"
+                        entry[moment] = Spec(key, row.states[moment], row.param.shape)
+                state[len(state)] = entry
+        inner: dict[str, object] = {"state": state, "param_groups": groups}
+        if not any(row.param.dtype in _HALF for row in rows):
+            return inner
+        masters = [
+            [
+                Spec(f"master/{r.param.name}", r.states.get("master", "F32"), r.param.shape)
+                for r in bucket
+                if r.param.dtype in _HALF
+            ]
+            for bucket in buckets
+        ]
+        self._need_masters(rows)
+        found: dict[str, object] = {"optimizer": inner, "fp32_from_fp16_params": masters}
+        return found | self.scaler()
+
+    def scaler(self) -> dict[str, object]:
+        """The loss scale under ``grad_scaler``, as megatron-core's own state_dict has it.
+
+        A dynamic one is a float32 tensor of shape [1], which is moved to a device as such, and two
+        counters, each of which is asked for; a constant one has no state. Nothing where the source
+        has none: Megatron-LM then starts with its own.
+        """
+        saved = self.saved.get("optimizer")
+        table = saved.get("grad_scaler") if isinstance(saved, dict) else None
+        if not isinstance(table, dict):
+            return {}
+        if not table:
+            return {"grad_scaler": {}}
+        scale = table.get("scale")
+        if not isinstance(scale, (int, float)) or not 0 < scale <= _MAX_SCALE:
+            why = f"grad_scaler left out: its scale is {scale!r}, no float32 above 0"
+            if why not in self.notes:
+                self.notes.append(why)
+            return {}
+        patience = self.source_args.get("hysteresis")
+        fresh = {
+            "growth_tracker": 0,
+            "hysteresis_tracker": patience if type(patience) is int else _HYSTERESIS,
+        }
+        counters = {k: table[k] if type(table.get(k)) is int else n for k, n in fresh.items()}
+        known = torch_zip.Known("F32", (1,), struct.pack("<f", scale))
+        return {"grad_scaler": {"scale": known, **counters}}
+
+    def _need_masters(self, rows: Sequence[_Row]) -> None:
+        lacking = [
+            r.param.name for r in rows if r.param.dtype in _HALF and "master" not in r.states
+        ]
+        if lacking:
+            raise CheckpointError(
+                f"{self.order.source.path}: {lacking[0]}: half-precision weights with moments and "
+                "no fp32 masters, which Megatron-LM's optimizer needs; pass --weights-only, or "
+                "--dtype fp32"
+            )
+
+    def distributed_groups(self) -> dict[str, object]:
+        groups, step, _ = self.groups()
+        for group in groups:
+            if step is not None and "step" not in group:
+                group["step"] = step
+        return {"optimizer": {"param_groups": groups}} | self.scaler()
+
+    def _flat(self, coord: Coord, path: Path, rows: Sequence[_Row]) -> None:
+        """distrib_optim.pt: one buffer for each virtual stage and dtype."""
+        self._need_masters(rows)
+        pools: dict[tuple[int, str], list[_Row]] = {}
+        for row in rows:
+            if not row.states:
+                raise CheckpointError(
+                    f"{self.order.source.path}: {row.param.name} has no optimizer state, which "
+                    "flat buffers need for every parameter; pass --weights-only"
+                )
+            pools.setdefault((row.param.chunk, row.param.dtype), []).append(row)
+        tree: dict[object, object] = {"buckets_coalesced": True}
+        laid: list[tuple[str, _Row, int]] = []
+        for number, ((chunk, dtype), pool) in enumerate(pools.items()):
+            stage = dict(coord)["pp"]
+            sizes = megatron_optim.bucket_sizes(self.args, self.target.dp, stage, chunk)
+            flat = megatron_optim.flat_buffer([r.param for r in pool], next(sizes))
+            by_name = {r.param.name: r for r in pool}
+            values: dict[str, object] = {}
+            for key, state in (("param", "master"), *((m, m) for m in _MOMENTS)):
+                if key != "param" and state not in pool[0].states:
+                    continue
+                name = f"{number}.{key}"
+                values[key] = Spec(name, pool[0].states.get(state, "F32"), (flat.length,))
+                laid += [(name, by_name[s.param.name], s.start) for s in flat.spans]
+            values["numel_unpadded"] = flat.length
+            pair = (Global("torch", TO_TORCH[dtype]), Global("torch", "float32"))
+            tree[number] = {pair: values}
+        blueprint = self._file(path, tree)
+        for name, row, start in laid:
+            key = name.partition(".")[2]
+            state = "master" if key == "param" else key
+            if state == "master" and row.param.dtype == "F32":
+                state = ""  # the master of an fp32 weight is that weight again
+            self._chunks(str(path), blueprint, state, row, name, start)
+
+    def _chunks(
+        self, path: str, blueprint: FileLayout, state: str, row: _Row, key: str, start: int = 0
+    ) -> None:
+        """A stored tensor's pieces; it begins ``start`` elements into the file's tensor."""
+        dtype = row.states[state] if state else row.param.dtype
+        base = blueprint.offsets[key] + start * ITEMSIZE[dtype]
+        for piece in row.placed.pieces:
+            fqn = f"{state}/{piece.fqn}" if state else piece.fqn
+            offset, strides = row.placed.bytes_at(piece, base, ITEMSIZE[dtype])
+            view = View(path, offset, piece.box.sizes, strides, dtype)
+            self.collector.chunks.add(Chunk(fqn, piece.box, view))
+            if fqn not in self.collector.metas:
+                meta = piece_meta(piece, self.here.shapes, self.here.sizes, dtype)
+                self.collector.metas[fqn] = meta
+
+
+def _identified(group: dict[str, Any]) -> dict[str, Any]:
+    """With all values by which megatron-core tells groups apart: older ones saved fewer."""
+    decays = {"wd_mult": float(megatron_optim.decays(group))}
+    for key, value in {**decays, **_GROUP}.items():
+        if f"pre_{key}" not in group:
+            group.setdefault(key, value)
+    return group
+
+
+def plain(args: Mapping[str, object]) -> dict[str, object]:
+    """args as values that every unpickler has: enums by their values, paths as text."""
+    found: dict[str, object] = {}
+    for key, value in args.items():
+        decoded = megatron_args.decode(value)
+        found[key] = _simple(decoded)
+    return found
+
+
+def _simple(value: object) -> object:
+    if isinstance(value, Stub):
+        if value.module == "argparse" and isinstance(value.state, dict):
+            return Stub(
+                "argparse", "Namespace", (), {k: _simple(v) for k, v in value.state.items()}
+            )
+        return _simple(value.args[0]) if value.args else None
+    if isinstance(value, list):
+        return [_simple(v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(_simple(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _simple(v) for k, v in value.items()}
+    return value

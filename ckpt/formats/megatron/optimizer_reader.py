@@ -1,0 +1,504 @@
+"""Reads the optimizer state of Megatron-LM's classic files into logical tensors.
+
+The plain optimizer lies in each rank's model_optim_rng.pt, numbered by param group; the
+distributed one in distrib_optim.pt, as flat buffers. Which parameter is which follows from
+megatron_optim.py, and is checked: masters must round to the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...checkpoint.types import WITHOUT, Checkpoint
+from ...checkpoint.types import FileSummary as Listed
+from ...containers import tensor_names, torch_zip
+from ...containers.pickles import TensorRef
+from ...model.box import row_major
+from ...model.dtypes import ITEMSIZE
+from ...model.family import Placed
+from ...model.file_layout import Entry
+from ...model.manifest import Chunk, View, locate
+from ...move.files import Files
+from ..chunk_builder import Gather
+from . import args as megatron_args
+from . import optimizer as megatron_optim
+from .classic.files import FLAT, RankFile
+from .optimizer import Flat, Param
+
+if TYPE_CHECKING:
+    from ...move.cast import Array
+
+STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum_buffer"}
+SAMPLED = 64  # parameters of a rank whose masters are compared with their weights
+_SAMPLE_ELEMS = 16
+_SCALARS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q", "U8": "<B", "BOOL": "<?"}
+Group = Mapping[str, object]
+
+
+class OptimizerReader:
+    """Adds the optimizer state of rank after rank to what the weights gave."""
+
+    def __init__(self, gather: Gather, result: Checkpoint) -> None:
+        self.gather, self.result = gather, result
+        self.state: dict[str, object] = {}  # "optimizer", for Manifest.state["megatron"]
+        self.native: list[dict[str, object]] = []  # param_groups as the trainer keeps them
+
+    def _unreadable(self, why: str) -> None:
+        self.result.unread_optimizer = f"{why}; {WITHOUT}"
+
+    def rank(
+        self,
+        rank: RankFile,
+        rows: Mapping[str, Placed],
+        params: list[Param],
+        weights: Mapping[str, Entry],
+    ) -> None:
+        """One rank's; ``params`` in registration order, ``weights`` by our names."""
+        if self.result.unread_optimizer:
+            return
+        opt, file = rank.index.extra.get("optimizer"), rank.file
+        if opt is None:
+            self._unreadable(f"{rank.folder / FLAT}: lies there, but {file} has no optimizer")
+            return
+        if isinstance(opt, (list, tuple)):
+            self._unreadable(f"{file}: the optimizer is a chain of several, as experts have it")
+            return
+        if not isinstance(opt, dict):
+            self._unreadable(f"{file}: optimizer is a {type(opt).__name__}, no dict")
+            return
+        inner, where = opt, "optimizer"
+        for key in ("optimizer", "optimizer_state_dict"):
+            if isinstance(opt.get(key), dict):
+                inner, where = opt[key], f"optimizer.{key}"
+                break
+        groups = inner.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            self._unreadable(f"{file}: {where} has no param_groups")
+            return
+        if (rank.folder / FLAT).is_file():
+            self._flat(rank, rows, params, weights)
+        elif isinstance(inner.get("state"), dict):
+            self._plain(rank, rows, params, weights, groups, where)
+        elif rank.args.get("use_distributed_optimizer") is True:
+            self._unreadable(f"{rank.folder / FLAT}: is missing")
+        else:
+            self._unreadable(f"{file}: {where} holds no state")
+        self.groups(rank, groups, opt, where)
+
+    # --- the plain optimizer -----------------------------------------------------------------
+
+    def _plain(
+        self,
+        rank: RankFile,
+        rows: Mapping[str, Placed],
+        params: list[Param],
+        weights: Mapping[str, Entry],
+        groups: list[Group],
+        where: str,
+    ) -> None:
+        """State by number, masters by group."""
+        file = rank.file
+        buckets = megatron_optim.group_params(groups, params)
+        if buckets is None:
+            numbers = [g.get("params") for g in groups]
+            counts = [len(n) if isinstance(n, list) else 0 for n in numbers]
+            self._unreadable(
+                f"{file}: {where}: groups of {counts} parameters fit no known rule for the "
+                f"{len(params)} of this rank"
+            )
+            return
+        half = [[p for p in bucket if p.dtype in ("BF16", "F16")] for bucket in buckets]
+        expected = _names(where, groups, buckets, half)
+        have: dict[tuple[str, str], Entry] = {}
+        for name, entry in rank.index.entries.items():
+            if name in expected:
+                state, param = expected[name]
+                have[state, param.name] = entry
+            elif name.startswith("optimizer.") and not _is_scalar_place(name):
+                self.gather.faults.append(
+                    f"{file}: {name}: unknown optimizer tensor of shape {list(entry.shape)}"
+                )
+        masters = {name: entry for (state, name), entry in have.items() if state == "master"}
+        wrong = _differing(file, masters, file, weights)
+        if wrong:
+            self._unreadable(f"{file}: {wrong}, so the order of its optimizer state is unknown")
+            return
+        for (state, name), entry in have.items():
+            self.gather.add(state, rows[name], entry, file)
+        if not self.state and not any(state in STATES.values() for state, _ in have):
+            self._say_fresh(file, groups)
+        for state in (*STATES.values(), "master"):
+            some = {name for s, name in have if s == state}
+            wanted = [p.name for b in (half if state == "master" else buckets) for p in b]
+            lacking = [name for name in wanted if name not in some]
+            if some and lacking:
+                self.gather.faults.append(f"{file}: {state} of {lacking[0]}: missing")
+
+    def _say_fresh(self, file: str, groups: Sequence[Group]) -> None:
+        """Adam makes its moments in its first step; a save may come before that."""
+        if any("betas" in group for group in groups):
+            self.result.notes.append(
+                f"{file}: the optimizer has no moments: it was saved before its first step, and "
+                "they start at zero"
+            )
+
+    # --- the distributed optimizer -----------------------------------------------------------
+
+    def _flat(
+        self,
+        rank: RankFile,
+        rows: Mapping[str, Placed],
+        params: list[Param],
+        weights: Mapping[str, Entry],
+    ) -> None:
+        """distrib_optim.pt: masters and moments in flat buffers, in files of their own."""
+        file = str(rank.folder / FLAT)
+        index = torch_zip.index(file)
+        if "0" in index.extra and index.extra.get("buckets_coalesced") is not True:
+            self._unreadable(
+                f"{file}: buckets_coalesced is absent: an optimizer of before 2024, whose order of "
+                "parameters is another"
+            )
+            return
+        self.result.sharded = True
+        pools = _pools(params)
+        buffers = [(key, table) for key, table in index.extra.items() if key.isdecimal()]
+        if len(buffers) != len(pools):
+            self._unreadable(
+                f"{file}: {len(buffers)} buffers, the parameters of this rank make {len(pools)}"
+            )
+            return
+        used: set[str] = set()
+        for (number, table), pool in zip(buffers, pools, strict=True):
+            if not isinstance(table, dict) or len(table) != 1:
+                self._unreadable(f"{file}: buffer {number} holds no single pair of dtypes")
+                return
+            ((pair, values),) = table.items()
+            prefix = f"{number}.{tensor_names.key_text(pair)}"
+            length = values.get("numel_unpadded") if isinstance(values, dict) else None
+            found = {
+                state: entry
+                for key, state in {"param": "master", **STATES}.items()
+                if (entry := index.entries.get(f"{prefix}.{key}")) is not None
+            }
+            used |= {entry.name for entry in found.values()}
+            flat = self._laid_out(rank, file, number, pool, length, found.get("master"), weights)
+            if flat is None:
+                return
+            for state, entry in found.items():
+                self._buffer(state, flat, entry, rows, file)
+        self.gather.faults += [
+            f"{file}: {name}: unknown tensor" for name in index.entries if name not in used
+        ]
+        self.result.files.append(Listed(file, "", index.size_bytes, len(index.entries)))
+
+    def _laid_out(
+        self,
+        rank: RankFile,
+        file: str,
+        number: str,
+        pool: list[Param],
+        length: object,
+        master: Entry | None,
+        weights: Mapping[str, Entry],
+    ) -> Flat | None:
+        """Where each parameter of a buffer lies: the total must be right, and the masters."""
+        dp = rank.args.get("data_parallel_size")
+        sizes = megatron_optim.bucket_sizes(
+            rank.args, dp if type(dp) is int else 1, dict(rank.coord)["pp"], pool[0].chunk
+        )
+        wrong = ""
+        for size in sizes:
+            flat = megatron_optim.flat_buffer(pool, size)
+            if flat.length != length:
+                continue
+            if master is None or master.shape != (flat.length,):
+                return flat  # a wrong shape is said where it is used
+            masters = {s.param.name: _part(master, s, s.param.shape) for s in flat.spans}
+            wrong = _differing(file, masters, rank.file, weights)
+            if not wrong:
+                return flat
+        if wrong:
+            self._unreadable(
+                f"{file}: buffer {number}: {wrong}; its order of parameters is another"
+            )
+        else:
+            self._unreadable(
+                f"{file}: buffer {number} has {length} elements; no known order of buckets gives "
+                f"that for {len(pool)} parameters of {sum(p.numel for p in pool)} elements"
+            )
+        return None
+
+    def _buffer(
+        self, state: str, flat: Flat, entry: Entry, rows: Mapping[str, Placed], file: str
+    ) -> None:
+        """All parameters of one flat tensor. Masters of fp32 weights are those weights again."""
+        if entry.shape != (flat.length,):
+            self.gather.faults.append(
+                f"{file}: {entry.name}: shape {list(entry.shape)}, {[flat.length]} is needed"
+            )
+            return
+        for span in flat.spans:
+            if state == "master" and span.param.dtype == "F32":
+                nbytes = span.param.numel * ITEMSIZE[entry.dtype]
+                self.result.left_out.append(("masters of fp32 weights repeat them", nbytes))
+                continue
+            placed = rows[span.param.name]
+            self.gather.add(state, placed, _part(entry, span, placed.shape), file)
+
+    # --- hyperparameters ---------------------------------------------------------------------
+
+    def groups(self, rank: RankFile, groups: list[Group], opt: Group, where: str) -> None:
+        """Hyperparameters of the first rank, and the step, which must be every rank's."""
+        step, step_in = _step(rank, groups, where)
+        if self.state:
+            if step is not None and step != self.state.get("step", step):
+                self.gather.faults.append(
+                    f"{rank.file}: the optimizer has done {step} steps, on other ranks "
+                    f"{self.state['step']}; the ranks are of different saves"
+                )
+            return
+        plain: list[dict[str, object]] = []
+        lost: list[str] = []
+        for i, group in enumerate(groups):
+            rest = {k: v for k, v in group.items() if k != "params"}
+            plain.append(_plain_values(rank, f"{where}.param_groups.{i}", rest, lost))
+        self.state = {"param_groups": plain, "step_in": step_in}
+        if step is not None:
+            self.state["step"] = step
+        self._say_lost(rank, lost)
+        self.scaler(rank, opt.get("grad_scaler"), "optimizer.grad_scaler")
+        self.native = [_native_group(row, step) for row in plain]
+
+    def scaler(self, rank: RankFile, table: object, where: str) -> None:
+        """The loss scale and its counters; none of a constant one, whose table is empty."""
+        if isinstance(table, dict):
+            lost: list[str] = []
+            self.state["grad_scaler"] = _plain_values(rank, where, table, lost)
+            self._say_lost(rank, lost)
+
+    def _say_lost(self, rank: RankFile, lost: list[str]) -> None:
+        if lost:
+            self.result.notes.append(
+                f"{rank.file}: optimizer values that cannot travel: {', '.join(lost)}"
+            )
+
+
+def _names(
+    where: str,
+    groups: Sequence[Group],
+    buckets: Sequence[Sequence[Param]],
+    half: Sequence[Sequence[Param]],
+) -> dict[str, tuple[str, Param]]:
+    """What each optimizer tensor may be called -> its state and its parameter."""
+    found: dict[str, tuple[str, Param]] = {}
+    for group, bucket in zip(groups, buckets, strict=True):
+        numbers = group["params"]
+        assert isinstance(numbers, list)
+        for number, param in zip(numbers, bucket, strict=True):
+            for key, state in STATES.items():
+                found[f"{where}.state.{number}.{key}"] = (state, param)
+    for k, bucket in enumerate(half):
+        for j, param in enumerate(bucket):
+            for name in ("fp32_from_fp16_params", "fp32_from_fp16"):
+                found[f"optimizer.{name}.{k}.{j}"] = ("master", param)
+    return found
+
+
+def _is_scalar_place(name: str) -> bool:
+    """Whether a tensor is a step, a hyperparameter or the loss scale: read as plain values."""
+    return (
+        re.fullmatch(r".*\.state\.\d+\.step|.*\.(param_groups\.\d+|grad_scaler)\.\w+", name)
+        is not None
+    )
+
+
+def _step(rank: RankFile, groups: Sequence[Group], where: str) -> tuple[int | None, str]:
+    """Optimizer steps done, and whether each parameter or each group says so."""
+    for i, group in enumerate(groups):
+        step = group.get("step")
+        if isinstance(step, TensorRef):
+            step = _scalar(rank, f"{where}.param_groups.{i}.step")
+        if isinstance(step, (int, float)):
+            return int(step), "groups"
+    pattern = re.compile(re.escape(where) + r"\.state\.(\d+\.step|common_step)")
+    for name in rank.index.entries:
+        if pattern.fullmatch(name) and (value := _scalar(rank, name)) is not None:
+            return int(value), "state"
+    return None, "groups"
+
+
+def _plain_values(rank: RankFile, where: str, table: Group, lost: list[str]) -> dict[str, object]:
+    """Values as JSON; a tensor of one element is its number."""
+    row: dict[str, object] = {}
+    for key, value in table.items():
+        try:
+            if isinstance(value, TensorRef):
+                number = _scalar(rank, f"{where}.{tensor_names.key_text(key)}")
+                if number is None:
+                    raise megatron_args.Unknown(f"a tensor of shape {list(value.shape)}")
+                row[str(key)] = number
+            else:
+                row[str(key)] = megatron_args.encode(value)
+        except megatron_args.Unknown as error:
+            lost.append(f"{key} ({error})")
+    return row
+
+
+def _scalar(rank: RankFile, name: str) -> int | float | None:
+    """The number that a tensor of one element holds."""
+    entry = rank.index.entries.get(name)
+    if entry is None or any(n != 1 for n in entry.shape) or entry.dtype not in _SCALARS:
+        return None
+    raw = bytearray(ITEMSIZE[entry.dtype])
+    with Files() as files:
+        files.read_into(rank.file, entry.offset_bytes, memoryview(raw))
+    value: int | float = struct.unpack(_SCALARS[entry.dtype], raw)[0]
+    return value
+
+
+def _native_group(group: Mapping[str, object], step: int | None) -> dict[str, object]:
+    """A group as the trainer's own checkpoints have it."""
+    found: dict[str, object] = {} if step is None else {"step": step}
+    for key in ("lr", "weight_decay", "eps", "momentum", "wd_mult", "lr_mult"):
+        if isinstance(group.get(key), (int, float)):
+            found[key] = group[key]
+    betas = group.get("betas")
+    sides = betas.get("$tuple") if isinstance(betas, dict) else betas
+    if isinstance(sides, list):
+        found["betas"] = sides
+    return found
+
+
+def _pools(params: Sequence[Param]) -> list[list[Param]]:
+    """The parameters of each flat buffer: one for each virtual stage and dtype."""
+    pools: dict[tuple[int, str], list[Param]] = {}
+    for param in params:
+        pools.setdefault((param.chunk, param.dtype), []).append(param)
+    return [pools[key] for key in sorted(pools, key=lambda key: key[0])]
+
+
+def _part(entry: Entry, span: megatron_optim.Span, shape: tuple[int, ...]) -> Entry:
+    """A parameter's elements of a flat tensor, in the parameter's shape."""
+    offset = entry.offset_bytes + span.start * ITEMSIZE[entry.dtype]
+    return replace(entry, shape=shape, strides=row_major(shape), offset_bytes=offset)
+
+
+def _differing(
+    master_file: str, masters: Mapping[str, Entry], file: str, weights: Mapping[str, Entry]
+) -> str:
+    """A few elements of some masters must round to their weights; what is wrong, or ""."""
+    from ...move.cast import cast, values
+
+    names = list(masters)
+    step = max(1, len(names) // SAMPLED)
+    with Files() as files:
+        for name in names[::step]:
+            master, weight = masters[name], weights[name]
+            if master.shape != weight.shape:
+                return f"{name}: a master of shape {list(master.shape)}, {list(weight.shape)}"
+            for (at, a), (_, b) in zip(
+                _samples(files, master_file, master), _samples(files, file, weight), strict=True
+            ):
+                x = values(cast(a, master.dtype, weight.dtype), weight.dtype)
+                y = values(b, weight.dtype)
+                for i, (one, two) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
+                    if one != two and (one == one or two == two):
+                        return (
+                            f"element {at + i} of the master of {name} is {one}, the weight {two}"
+                        )
+    return ""
+
+
+def _samples(files: Files, path: str, entry: Entry) -> Iterator[tuple[int, Array]]:
+    """(first element, raw elements) at the start and at the end of a tensor."""
+    import numpy as np
+
+    from ...move.cast import raw
+
+    total, size = math.prod(entry.shape), ITEMSIZE[entry.dtype]
+    count = min(total, _SAMPLE_ELEMS)
+    for at in sorted({0, total - count}):
+        data = bytearray(count * size)
+        files.read_into(path, entry.offset_bytes + at * size, memoryview(data))
+        yield at, np.frombuffer(data, raw(entry.dtype))
+
+
+def differing_chunks(rows: Iterable[tuple[str, Sequence[Chunk], Sequence[Chunk]]]) -> str:
+    """Masters whose chunks do not round to the weights, by (name, masters, weights); "" if all do.
+
+    Compared are the first and the last element that the first and the last chunk of masters share
+    with each chunk of weights. Headers and elements are read file by file.
+    """
+    pairs = [
+        (name, chunk, other, offsets)
+        for name, masters, weights in rows
+        for chunk in dict.fromkeys((masters[0], masters[-1]))
+        for other in weights
+        for offsets in _corners(chunk, other)
+    ]
+    locate(chunk for _, *both, _ in pairs for chunk in both)
+    places = [(_at(one, at), _at(two, at)) for _, one, two, at in pairs]
+    found = _elements(view for both in places for view in both)
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for i, (one, two) in enumerate(places):
+        kinds.setdefault((one.dtype, two.dtype), []).append(i)
+    wrong: dict[int, str] = {}
+    for (theirs, ours), members in kinds.items():
+        sides = [[found[_key(places[i][side])] for i in members] for side in (0, 1)]
+        for i, x, y in zip(members, *_rounded(theirs, ours, sides), strict=True):
+            if x != y and (x == x or y == y):
+                name, *_, at = pairs[i]
+                wrong[i] = f"{name}{list(at)}: the master rounds to {x}, the weight is {y}"
+    return wrong[min(wrong)] if wrong else ""
+
+
+def _rounded(theirs: str, ours: str, sides: list[list[bytes]]) -> tuple[list[float], list[float]]:
+    """Masters cast to the weights' dtype, and the weights, of single elements' bytes."""
+    import numpy as np
+
+    from ...move.cast import cast, raw, values
+
+    masters, weights = (
+        np.frombuffer(b"".join(side), raw(dtype))
+        for side, dtype in zip(sides, (theirs, ours), strict=True)
+    )
+    return values(cast(masters, theirs, ours), ours).tolist(), values(weights, ours).tolist()
+
+
+def _corners(one: Chunk, two: Chunk) -> tuple[tuple[int, ...], ...]:
+    """The first and the last element of a logical tensor that both chunks hold."""
+    common = one.box.intersect(two.box)
+    if common is None or not common.numel:
+        return ()
+    return (
+        common.offsets,
+        tuple(o + n - 1 for o, n in zip(common.offsets, common.sizes, strict=True)),
+    )
+
+
+def _at(chunk: Chunk, offsets: tuple[int, ...]) -> View:
+    """One element of a logical tensor."""
+    inside = tuple(o - c for o, c in zip(offsets, chunk.box.offsets, strict=True))
+    return chunk.view.narrow(inside, (1,) * len(offsets))
+
+
+def _key(view: View) -> tuple[str, int, int]:
+    """(file, first byte, bytes) of a single element."""
+    return view.file, view.offset_bytes, ITEMSIZE[view.dtype]
+
+
+def _elements(places: Iterable[View]) -> dict[tuple[str, int, int], bytes]:
+    """The bytes of single elements, read file by file."""
+    found: dict[tuple[str, int, int], bytes] = {}
+    with Files() as files:
+        for key in sorted({_key(view) for view in places}):
+            data = bytearray(key[2])
+            files.read_into(key[0], key[1], memoryview(data))
+            found[key] = bytes(data)
+    return found

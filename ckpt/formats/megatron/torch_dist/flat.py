@@ -1,0 +1,181 @@
+"""Optimizer state of torch_dist checkpoints that lies in the flat buffers of the run's ranks.
+
+``dp_reshardable``, Megatron's default: 1-D tensors, one for each bucket of each buffer of each
+model-parallel rank. Which parameters a rank has, and in which order, follows from args; the
+lengths of the buckets are those of the tensors. Megatron itself can then change dp alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ....containers.dcp import Blob, BlobSlice, Stored
+from ....errors import CheckpointError
+from ....model.family import Placed, build_mesh, mesh_flags, place
+from ....model.layout import default_layout, rounds
+from ....model.mesh import split_by_counts, split_evenly
+from .. import optimizer as megatron_optim
+from ..classic import files as megatron_files
+from ..optimizer import Param, registration_key
+
+if TYPE_CHECKING:
+    from .reader import _Reader
+
+PREFIX = "optimizer.distributed."
+_BUCKET = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_\((.+)\)"
+    r"\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
+)
+_STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+Stages = list[list[tuple[int, ...]]]  # virtual stage -> pipeline rank -> layers
+
+
+def stages(args: Mapping[str, object], layers: int, pp: int) -> Stages:
+    """The layers of each virtual stage of each pipeline rank, as args split them."""
+    for key in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+                "pipeline_model_parallel_layout"):  # fmt: skip
+        if args.get(key):
+            raise CheckpointError(f"args say {key}={args[key]!r}, a split that is not known here")
+    vpp = args.get("virtual_pipeline_model_parallel_size")
+    chunks = vpp if type(vpp) is int and vpp > 1 else 1
+    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    if first is None and last is None:
+        even = split_evenly(layers, pp * chunks)
+        return [[even[v * pp + p] for p in range(pp)] for v in range(chunks)]
+    ends = [n for n in (first, last) if type(n) is int]
+    middle = split_evenly(layers - sum(ends), pp - len(ends)) if pp > len(ends) else ()
+    counts = (
+        *([first] if type(first) is int else []),
+        *(len(m) for m in middle),
+        *([last] if type(last) is int else []),
+    )
+    if chunks > 1:
+        raise CheckpointError("args split uneven stages into virtual ones, which is not known here")
+    return [list(split_by_counts(layers, counts))]
+
+
+def read(reader: _Reader, tensors: Mapping[str, Stored]) -> str:
+    """Add all flat buffers to the reader's chunks; returns why they cannot be read, or ""."""
+    buckets: dict[tuple[int, int], dict[str, dict[int, Stored]]] = {}
+    for name, stored in tensors.items():
+        match = _BUCKET.fullmatch(name)
+        if match is None:
+            return f"{reader.folder}: {name}: optimizer state of an unknown form"
+        if len(stored.shape) != 1:
+            return f"{reader.folder}: {name}: shape {list(stored.shape)}, a flat one is needed"
+        table = buckets.setdefault((int(match[1]), int(match[2])), {})
+        table.setdefault(match[5], {})[int(match[4])] = stored
+    tp = megatron_files.size_of(reader.args, "tp") or 1
+    pp = megatron_files.size_of(reader.args, "pp") or 1
+    try:
+        split = stages(reader.args, reader.model.sizes["layer"], pp)
+        rows = _rank_rows(reader, tp, pp, split)
+    except CheckpointError as error:
+        return f"{reader.folder}: {error}"
+    for p in range(pp):
+        for t in range(tp):
+            pools = _pools(reader, rows[t, p], [chunk[p] for chunk in split], pp)
+            for number, pool in enumerate(pools):
+                found = buckets.pop((p * tp + t, number), None)
+                if found is None:
+                    return f"{reader.folder}: buffer {number} of tp {t} pp {p} is missing"
+                why = _buffer(reader, found, pool, rows[t, p])
+                if why:
+                    return f"{reader.folder}: buffer {number} of tp {t} pp {p}: {why}"
+    if buckets:
+        group, number = next(iter(buckets))
+        return f"{reader.folder}: buffer {number} of group {group} belongs to no rank of args"
+    return ""
+
+
+def _rank_rows(
+    reader: _Reader, tp: int, pp: int, split: Stages
+) -> dict[tuple[int, int], dict[str, Placed]]:
+    """What each rank of the saving run held, by name."""
+    model = reader.model
+    owned = tuple(tuple(n for chunk in split for n in chunk[p]) for p in range(pp))
+    rules = model.family.select(model.flags)
+    mesh = build_mesh(rules, model.sizes, (("tp", tp), ("pp", pp)), owned)
+    rules = model.family.select(model.flags | mesh_flags(mesh))
+    sizes = {**model.sizes, "padded_vocab": reader.padded}
+    layout = {**default_layout(model.family), "qkv": reader.layout["qkv"]}
+    placed = place(rules, sizes, mesh, rounds(layout))
+    return {
+        (dict(coord)["tp"], dict(coord)["pp"]): {p.name: p for p in rows}
+        for coord, rows in placed.items()
+    }
+
+
+def _pools(
+    reader: _Reader, rows: Mapping[str, Placed], chunks: Sequence[tuple[int, ...]], pp: int
+) -> list[list[Param]]:
+    """The parameters of each buffer, in registration order."""
+    from .. import names as megatron_names
+
+    fused = reader.args.get("transformer_impl") == "transformer_engine"
+    tied = "tie_word_embeddings" in reader.model.flags and pp > 1
+    chunk_of = {layer: v for v, layers in enumerate(chunks) for layer in layers}
+    params = []
+    for name, placed in rows.items():
+        layer = megatron_names.layer_of(name)
+        chunk = chunk_of[layer] if layer is not None else 0
+        if name.startswith(("decoder.final_layernorm.", "output_layer.")):
+            chunk = len(chunks) - 1
+        shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        dtype = reader.gather.metas[placed.pieces[0].fqn].dtype
+        params.append(Param(name, placed.shape, dtype, chunk, shared))
+    params.sort(key=lambda p: (p.chunk, registration_key(p.name, fused)))
+    pools: dict[tuple[int, str], list[Param]] = {}
+    for param in params:
+        pools.setdefault((param.chunk, param.dtype), []).append(param)
+    return list(pools.values())
+
+
+def _buffer(
+    reader: _Reader,
+    found: Mapping[str, Mapping[int, Stored]],
+    pool: Sequence[Param],
+    rows: Mapping[str, Placed],
+) -> str:
+    for key, parts in found.items():
+        if sorted(parts) != list(range(len(parts))):
+            return f"{key} has the buckets {sorted(parts)}"
+        lengths = [parts[i].shape[0] for i in range(len(parts))]
+        flat = megatron_optim.bucketed(pool, lengths)
+        if flat is None:
+            total = sum(p.numel for p in pool)
+            return f"{key}: buckets of {lengths} elements fit no {len(pool)} parameters of {total}"
+        blobs: list[tuple[int, Blob]] = []
+        base = 0
+        for i in range(len(parts)):
+            blobs += [(base + blob.box.offsets[0], blob) for blob in parts[i].blobs]
+            base += lengths[i]
+        for span in flat.spans:
+            if key == "param" and span.param.dtype == "F32":
+                reader.result.left_out.append(
+                    ("masters of fp32 weights repeat them", 4 * span.param.numel)
+                )
+                continue
+            _span(reader, _STATES[key], span, rows[span.param.name], blobs)
+    return ""
+
+
+def _span(
+    reader: _Reader,
+    state: str,
+    span: megatron_optim.Span,
+    placed: Placed,
+    blobs: Sequence[tuple[int, Blob]],
+) -> None:
+    """A parameter's elements, in the pieces in which data-parallel ranks wrote them."""
+    for first, blob in blobs:
+        start = max(0, first - span.start)
+        stop = min(span.param.numel, first + blob.box.sizes[0] - span.start)
+        if start >= stop:
+            continue
+        for piece in placed.clip(start, stop):
+            element, steps = placed.bytes_at(piece, span.start - first, 1)
+            part = BlobSlice(blob, (element,), piece.box.sizes, steps=steps)
+            reader.gather.view(state, piece, part, placed.name)

@@ -1,0 +1,452 @@
+"""megatron-core's distributed checkpoints (``--ckpt-format torch_dist``), read without torch.
+
+    DIR/latest_checkpointed_iteration.txt
+    DIR/iter_0001234/metadata.json       written last: without it the save was not finished
+    DIR/iter_0001234/common.pt           args, iteration, hyperparameters
+    DIR/iter_0001234/.metadata           which box of which tensor lies in which blob
+    DIR/iter_0001234/__R_I.distcp        blobs
+
+Stored tensors do not depend on the layout of the run: layers are stacked in a first dimension (or
+numbered), a gated MLP is [gate; up] of the whole model. So a chunk of one is a box of what one
+rank would hold alone. docs/format.md lists the forms of optimizer state.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from ....checkpoint.json_io import load_json
+from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
+from ....containers import dcp, torch_zip
+from ....containers.dcp import COMMON, DESCRIBES, METADATA, Blob, Grid, Stored, read_headers
+from ....errors import CheckpointError, raise_all
+from ....model.box import Box, range_boxes, row_major
+from ....model.dtypes import ITEMSIZE
+from ....model.family import Model, Piece, Placed, build_mesh, logical_shapes, place, restrict
+from ....model.file_layout import Index
+from ....model.layout import check_layout, default_layout, rounds
+from ....model.manifest import Chunk, SideFile, category_of
+from ....model.mesh import Mesh
+from ...chunk_builder import Gather
+from .. import args as megatron_args
+from .. import names as megatron_names
+from ..classic import files as megatron_files
+from ..classic import reader as megatron
+from ..classic.files import TRACKER, iteration_folder
+from ..optimizer_reader import OptimizerReader
+from . import flat as megatron_dist_flat
+
+NAME = "torch_dist"
+_STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_NUMBERED = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
+_STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param|param|momentum_buffer)\.(.+)"
+)
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_STATES = {"fp32_param": "master", "param": "master"}
+_OBJECTS = {  # objects that stay behind: part of the key -> reason
+    "_extra_state": "_extra_state holds no weights",
+    "rng_state": "random states belong to the ranks of the saving run",
+    "rerun_state_machine_state": "the rerun machine's state belongs to the saving run",
+}
+
+
+def sniff(path: Path) -> bool:
+    """Whether ``path`` is such a folder, or the folder of one of its iterations."""
+    if not path.is_dir():
+        return False
+    iterations = megatron_files.iterations(path)
+    if iterations or (path / TRACKER).is_file():
+        return any(megatron_files.is_dist(c) for c in iterations)
+    if (path / "dist_ckpt").is_dir():  # verl
+        return megatron_files.is_dist(path / "dist_ckpt")
+    return megatron_files.is_dist(path)
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """The checkpoint; raises CheckpointError with what does not fit."""
+    folder = path / "dist_ckpt" if (path / "dist_ckpt").is_dir() else path
+    folder = iteration_folder(folder, options.iteration)
+    if not megatron_files.is_dist(folder) and megatron_files.has_ranks(folder):
+        return megatron.read(path, options)  # saved before the run changed its format
+    _check_kind(folder)
+    return _Reader(path, folder, options).checkpoint()
+
+
+def _check_kind(folder: Path) -> None:
+    """Only finished saves of the one backend."""
+    file = folder / DESCRIBES
+    if not file.is_file():
+        if (folder / METADATA).exists() and not (folder / COMMON).exists():
+            raise CheckpointError(
+                f"{folder}: holds {METADATA} and no {COMMON}: a checkpoint of PyTorch's own "
+                "(fsdp_dtensor or torch_dcp), which is not read; save it with --ckpt-format "
+                "torch_dist"
+            )
+        raise CheckpointError(
+            f"{folder}: an unfinished save ({DESCRIBES}, which is written last, is missing)"
+            + (megatron_files.others(folder) or "; name another iteration with --iteration N")
+        )
+    backend = load_json(file).get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{file}: sharded_backend is {backend!r}, which is not read; load it with the "
+            "Megatron-LM that wrote it and save it with --ckpt-format torch_dist"
+        )
+
+
+class _Reader:
+    """Reads one iteration."""
+
+    def __init__(self, path: Path, folder: Path, options: ReadOptions) -> None:
+        self.path, self.folder, self.options = path, folder, options
+        self.common = torch_zip.index(str(folder / COMMON))
+        self.args: dict[str, object] = {}
+        self.lost: list[str] = []
+        if self.common.extra.get("args") is not None:
+            found = megatron_args.namespace(self.common.extra["args"], self.common.path)
+            self.args, self.lost = found
+        self.listing = dcp.listing(folder)
+        self.padded = self._padded_vocab()
+        self.model, self.config, notes = self._model()
+        self._check_precision()
+        sizes = {**self.model.sizes, "padded_vocab": self.padded}
+        if self.padded < sizes["vocab"]:
+            raise CheckpointError(
+                f"{folder}: {self.padded} vocabulary rows are fewer than the {sizes['vocab']} of "
+                "the config"
+            )
+        rules = self.model.family.select(self.model.flags)
+        one = build_mesh(rules, self.model.sizes, (("tp", 1), ("pp", 1)))
+        layout = {**default_layout(self.model.family), "glu": "flat", **options.layout}
+        self.layout = check_layout(layout, self.model.family, str(path))
+        (rows,) = place(rules, sizes, one, rounds(self.layout)).values()
+        self.rows: dict[str, Placed] = {p.name: p for p in rows}
+        self.gather = Gather(logical_shapes(rules, sizes), sizes)
+        self.repeats = Gather(self.gather.shapes, sizes)  # masters of fp32 weights: not kept
+        mesh = Mesh(one.axes, one.owned)
+        self.result = Checkpoint(path, NAME, self.gather.manifest({}, ()), self.model, mesh)
+        self.result.notes += notes
+        self.seen: set[str] = set()
+
+    def _padded_vocab(self) -> int:
+        table = self.listing.tensors.get("embedding.word_embeddings.weight")
+        if table is None or not table.shape:
+            raise CheckpointError(
+                f"{self.folder / METADATA}: names no embedding.word_embeddings.weight"
+            )
+        return table.shape[0]
+
+    def _model(self) -> tuple[Model, dict[str, object] | None, list[str]]:
+        if not self.args and self.options.config is None:
+            raise CheckpointError(
+                f"{self.common.path}: holds no args, so the model is unknown; name the folder of a "
+                "Hugging Face config with --config"
+            )
+        return megatron_args.model_from_args(
+            self.args, self.common.path, self.options, self.padded, self.path
+        )
+
+    def _check_precision(self) -> None:
+        delayed = self.args.get("fp8") and self.args.get("fp8_recipe", "delayed") == "delayed"
+        if delayed and not self.options.weights_only:
+            raise CheckpointError(
+                f"{self.common.path}: trained in fp8 with delayed scaling, whose history of scales "
+                "cannot be carried; pass --weights-only to leave it and the optimizer out"
+            )
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything in the iteration, checked."""
+        result = self.result
+        flat: dict[str, Stored] = {}
+        for name, stored in self.listing.tensors.items():
+            match = _STATE.fullmatch(name)
+            if name.startswith(megatron_dist_flat.PREFIX):
+                flat[name] = stored
+            elif match is None:
+                self._tensor("", name, stored)
+            elif not self.options.weights_only:
+                self._tensor(_STATES.get(match[1], match[1]), match[2], stored)
+        result.has_optimizer = bool(flat) or any("optimizer." in n for n in self.listing.tensors)
+        raise_all(
+            [*self.gather.faults, *(f"{n}: missing" for n in self.rows if n not in self.seen)],
+            str(self.folder),
+        )
+        self._mesh()
+        if flat and not self.options.weights_only:
+            why = megatron_dist_flat.read(self, flat)
+            if why:
+                result.unread_optimizer = f"{why}; {WITHOUT}"
+        self._left_out()
+        if not result.unread_optimizer:
+            self._check_states()
+        raise_all([*self.gather.faults, *self.repeats.faults], str(self.folder))
+        state = self._state()
+        # Not bound methods: a checkpoint outlives its reader, which is larger.
+        tensors = list(self.listing.tensors.values())
+        if self.options.weights_only:
+            tensors = [t for t in tensors if not _OPTIMIZER.match(t.name)]
+        else:
+            result.doubt = partial(
+                _shifted_masters, self.folder, list(self.gather.shapes),
+                {**self.gather.chunks.by_name, **self.repeats.chunks.by_name},
+            )  # fmt: skip
+        result.headers = partial(read_headers, [blob for t in tensors for blob in t.blobs])
+        result.padded_vocab = self.padded
+        multiple = self.args.get("make_vocab_size_divisible_by")
+        if type(multiple) is int and multiple > 0:
+            result.vocab_multiple = multiple
+        result.layout = {**self.layout, "glu": "flat"}
+        count = Counter(b.file for s in self.listing.tensors.values() for b in s.blobs)
+        for file, size in sorted(self.listing.files.items()):
+            result.files.append(FileSummary(file, "", size, count[file]))
+        result.described_by = tuple(str(self.folder / n) for n in (DESCRIBES, METADATA, COMMON))
+        result.digests = megatron_files.recorded(self.path, self.folder)
+        sides, notes = megatron_files.beside(self.path)
+        result.notes += notes
+        own = {DESCRIBES, "transformer_config.json"} if self.path == self.folder else set()
+        sides = [s for s in sides if s.name not in own]
+        if self.config is not None:
+            sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))
+        result.manifest = self.gather.manifest(state, tuple(sides))
+        return result
+
+    def _mesh(self) -> None:
+        """The layout of the run that saved it, which a reshard keeps where nothing else is said."""
+        sizes = {axis: megatron_files.size_of(self.args, axis) or 1 for axis in ("tp", "pp")}
+        try:
+            stages = megatron_dist_flat.stages(self.args, self.model.sizes["layer"], sizes["pp"])
+            owned = tuple(
+                tuple(n for chunk in stages for n in chunk[p]) for p in range(sizes["pp"])
+            )
+            self.result.mesh = build_mesh(
+                self.model.family.select(self.model.flags), self.model.sizes,
+                tuple(sizes.items()), owned,
+            )  # fmt: skip
+        except CheckpointError:
+            pass  # such a split is none that args express here: one rank then
+        dp = self.args.get("data_parallel_size")
+        self.result.dp = dp if type(dp) is int and dp > 0 else 1
+        self.result.sharded = self.args.get("use_distributed_optimizer") is True
+
+    # --- tensors -----------------------------------------------------------------------------
+
+    def _tensor(self, state: str, name: str, stored: Stored) -> None:
+        """A stored tensor's blobs as chunks of logical tensors."""
+        file = str(self.folder / METADATA)
+        gather = self.gather
+        if state == "master" and self._is_fp32(name):
+            gather = self.repeats
+            nbytes = math.prod(stored.shape) * ITEMSIZE[stored.dtype]
+            self.result.left_out.append(("masters of fp32 weights repeat them", nbytes))
+        original = self.listing.original_shapes.get(stored.name)
+        whole = stored.shape
+        if original is not None and len(whole) == len(original) + 1:
+            whole = original
+        else:
+            original = None
+        layers, rest = self._parts(name)
+        shift, name_of = _half_of_gated(rest)
+        first = self.rows.get(_row(name_of, layers or 0))
+        if first is None:
+            self.gather.faults.append(
+                f"{file}: {stored.name}: unknown tensor of shape {list(stored.shape)}"
+            )
+            return
+        stacked = layers is None and _STACKED.fullmatch(name) is not None
+        wanted = (self.model.sizes["layer"], *first.shape) if stacked else first.shape
+        if shift is not None:
+            wanted = (*wanted[:-2], wanted[-2] // 2, wanted[-1]) if len(first.shape) > 1 else (
+                *wanted[:-1], wanted[-1] // 2,
+            )  # fmt: skip
+        if whole != wanted:
+            self.gather.faults.append(
+                f"{file}: {stored.name}: shape {list(whole)}, the model needs {list(wanted)}"
+            )
+            return
+        moved = (first.shape[0] // 2) * (shift or 0)
+        for box, grid in _boxes(stored, original):
+            lead = box.offsets[0] if stacked else (layers or 0)
+            inner = Box(box.offsets[1:], box.sizes[1:]) if stacked else box
+            inner = Box((inner.offsets[0] + moved, *inner.offsets[1:]), inner.sizes)
+            for i in range(box.sizes[0] if stacked else 1):
+                row = self.rows[_row(name_of, lead + i)]
+                if not state:
+                    self.seen.add(row.name)
+                self._box(gather, state, row, inner, grid, (i,) if stacked else ())
+
+    def _is_fp32(self, name: str) -> bool:
+        weight = self.listing.tensors.get(name)
+        return weight is not None and weight.dtype == "F32"
+
+    def _parts(self, name: str) -> tuple[int | None, str]:
+        """The layer number that a key names, if any, and the rest under our names."""
+        match = _NUMBERED.fullmatch(name)
+        if match:
+            return int(match[1]), "decoder.layers.{layer}." + match[2]
+        match = _STACKED.fullmatch(name)
+        return None, "decoder.layers.{layer}." + match[1] if match else name
+
+    def _box(
+        self, gather: Gather, state: str, row: Placed, inner: Box, grid: Grid,
+        layer: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """A box of a stored row as boxes of its logical parts; ``layer`` is its place in grid."""
+        for piece in row.pieces:
+            common = piece.stored.intersect(inner)
+            if common is None or not common.numel:
+                continue
+            part: Piece = restrict(piece, common)
+            inside = (c - o for c, o in zip(common.offsets, inner.offsets, strict=True))
+            dims = tuple(len(layer) + dim for dim in part.dims)
+            place = grid.part((*layer, *inside), part.box.sizes, dims)
+            gather.view(state, part, place, row.name)
+
+    # --- the rest ----------------------------------------------------------------------------
+
+    def _left_out(self) -> None:
+        for name in self.listing.objects:
+            reason = next((why for part, why in _OBJECTS.items() if part in name), None)
+            if reason is not None:
+                self.result.left_out.append((reason, 0))
+            elif not name.startswith(megatron_dist_flat.PREFIX):
+                self.result.notes.append(f"left behind, of unknown use: {name}")
+        if any("rng_state" in name for name in self.listing.objects):
+            self.result.notes.append(
+                "random states left behind: they belong to the ranks of the saving run"
+            )
+
+    def _check_states(self) -> None:
+        """A moment that some weights have is there for each; masters for each that is not fp32."""
+        metas = self.gather.metas
+        weights = [name for name in self.gather.shapes if name in metas]
+        for state in sorted({category_of(fqn) for fqn in metas} - {""}):
+            self.gather.faults += [
+                f"{METADATA}: {state}/{name}: missing"
+                for name in weights
+                if f"{state}/{name}" not in metas
+                and not (state == "master" and metas[name].dtype == "F32")
+            ]
+
+    def _state(self) -> dict[str, object]:
+        """Iteration, schedule, args and the optimizer's hyperparameters."""
+        root, result = self.common.extra, self.result
+        state: dict[str, object] = {}
+        step = root.get("iteration")
+        if type(step) is int and step >= 0:
+            result.step = state["step"] = step
+        table: dict[str, object] = {
+            "args": self.args,
+            "checkpoint_version": root.get("checkpoint_version", 3.0),
+        }
+        for key in ("iteration", "opt_param_scheduler", "num_floating_point_operations_so_far"):
+            if root.get(key) is not None:
+                try:
+                    table[key] = megatron_args.encode(root[key])
+                except megatron_args.Unknown as error:
+                    result.notes.append(f"{key} left behind: it holds a {error}")
+        if self.lost:
+            result.notes.append(f"args that cannot travel: {', '.join(self.lost)}")
+        schedule = megatron_args.native_schedule(table, self.args, result.step or 0)
+        if schedule is not None:
+            state["schedule"] = schedule
+        if result.has_optimizer and not self.options.weights_only:
+            self._groups(table, state)
+        return {**state, "megatron": table}
+
+    def _object(self, key: str) -> Index | None:
+        """What the flat optimizer's first rank keeps as an object under ``key``."""
+        end = f".{key}/shard_0_1"
+        name = next((n for n in self.listing.objects if n.endswith(end)), None)
+        return None if name is None else dcp.objects(self.listing.objects[name])
+
+    def _groups(self, table: dict[str, object], state: dict[str, object]) -> None:
+        """Hyperparameters, from common.pt or from the first rank's object."""
+        index, where = self.common, "optimizer"
+        opt = self.common.extra.get("optimizer")
+        inner = opt
+        if isinstance(opt, dict) and isinstance(opt.get("optimizer"), dict):
+            inner, where = opt["optimizer"], "optimizer.optimizer"
+        if not isinstance(inner, dict) or "param_groups" not in inner:
+            found = self._object("optimizer")
+            if found is None:
+                return
+            index, where = found, "0"
+            inner = index.extra.get("0")
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            return
+        reader = OptimizerReader(self.gather, self.result)
+        rank = megatron_files.RankFile(self.folder, index, self.args, [], 3.0)
+        reader.groups(rank, groups, opt if isinstance(opt, dict) else {}, where)
+        scaler = self._object("grad_scaler")  # beside the flat buffers; in common.pt else
+        if scaler is not None:
+            rank = megatron_files.RankFile(self.folder, scaler, self.args, [], 3.0)
+            reader.scaler(rank, scaler.extra.get("0"), "0")
+        table["optimizer"], state["param_groups"] = reader.state, reader.native
+
+
+def _shifted_masters(
+    folder: Path, names: Sequence[str], chunks: Mapping[str, Sequence[Chunk]]
+) -> str:
+    """megatron-core 0.16.1 may write fully reshardable state shifted: masters then differ."""
+    from ..optimizer_reader import differing_chunks
+
+    wrong = differing_chunks(
+        (name, chunks["master/" + name], chunks[name])
+        for name in names
+        if name in chunks and "master/" + name in chunks
+    )
+    if not wrong:
+        return ""
+    return (
+        f"{folder}: {wrong}: the optimizer state is shifted against the weights (megatron-core "
+        f"0.16.1 writes it so with several padded buckets); {WITHOUT}"
+    )
+
+
+def _row(name: str, layer: int) -> str:
+    return megatron_names.ours(name.replace("{layer}", str(layer)))
+
+
+def _half_of_gated(name: str) -> tuple[int | None, str]:
+    """``linear_fc1.weight_w`` and ``_v`` are the halves of a gated layer's rows."""
+    match = re.fullmatch(r"(.*linear_fc1\.(?:weight|bias))_([wv])", name)
+    return ("wv".index(match[2]), match[1]) if match else (None, name)
+
+
+def _boxes(stored: Stored, original: tuple[int, ...] | None) -> Iterator[tuple[Box, Grid]]:
+    """Boxes of the whole tensor, and where their elements lie."""
+    for blob in stored.blobs:
+        if original is None:
+            yield blob.box, Grid(blob)
+        else:
+            yield from _unflattened(stored, blob, original)
+
+
+def _unflattened(
+    stored: Stored, blob: Blob, original: tuple[int, ...]
+) -> Iterator[tuple[Box, Grid]]:
+    """A tensor of core 0.15 and older: cells of the original, each flattened into a last dim.
+
+    A cell (i, j, k) of local shape (x, y, z) lies at (i x, j y, k z).
+    """
+    cells = stored.shape[:-1]
+    local = tuple(n // c if c and n % c == 0 else -1 for n, c in zip(original, cells, strict=True))
+    if -1 in local or math.prod(local) != stored.shape[-1] or math.prod(blob.box.sizes[:-1]) != 1:
+        raise CheckpointError(
+            f"{blob.file}: {stored.name}: flattened as {list(stored.shape)}, which is no cut of "
+            f"{list(original)}"
+        )
+    start, count = blob.box.offsets[-1], blob.box.sizes[-1]
+    corner = tuple(o * n for o, n in zip(blob.box.offsets[:-1], local, strict=True))
+    steps = row_major(local)
+    for box in range_boxes(local, start, start + count):
+        first = sum(o * s for o, s in zip(box.offsets, steps, strict=True)) - start
+        at = tuple(c + o for c, o in zip(corner, box.offsets, strict=True))
+        yield Box(at, box.sizes), Grid(blob, first, steps)

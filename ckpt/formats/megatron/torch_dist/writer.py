@@ -1,0 +1,273 @@
+"""Designs torch_dist checkpoints, one chunk per layer, so that a reader takes single layers.
+
+All tensors are those of one rank (megatron_dist.py says why), in one .distcp file: blob after blob,
+each a file of ``torch.save``. ``.metadata`` is the pickle that torch.distributed.checkpoint reads,
+written without torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ....containers import torch_zip
+from ....containers.dcp import COMMON, DESCRIBES, METADATA
+from ....containers.pickle_writer import dumps
+from ....containers.pickles import Global, Stub
+from ....errors import raise_all
+from ....model.box import Box
+from ....model.design import Design, OutFile
+from ....model.dtypes import ITEMSIZE, TO_TORCH
+from ....model.family import Placed, build_mesh, logical_shapes, place
+from ....model.file_layout import Checksum, FileLayout, Spec
+from ....model.layout import default_layout, rounds
+from ....model.manifest import Chunk, Manifest, SideFile, View
+from ...native import writer as shards_out
+from ...native.names import piece_meta
+from ...writing import WriteRequest, Written, checksums
+from .. import args as megatron_args
+from .. import names as megatron_names
+from ..classic import writer as megatron_out
+from ..classic.files import TRACKER
+
+TO = "torch_dist"
+TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
+_BLOBS = "__0_0.distcp"
+_DESCRIPTION = (
+    '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+    '"common_backend": "torch", "common_backend_version": 1}'
+)
+_DCP = "torch.distributed.checkpoint"
+_EMPTY = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1",
+          "mlp.linear_fc2")  # fmt: skip
+
+
+def design(order: WriteRequest, root: Path) -> Design:
+    """Every file of the iteration below ``root``."""
+    return _Writer(order, root).design()
+
+
+def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+    """What travels along, digests, the description that marks a finished save, and the tracker."""
+    kept = [s for s in order.sides if s.name not in (TRACKER, DESCRIBES)]
+    step = order.target.step or 0
+    return [
+        *kept,
+        *checksums(files),
+        SideFile(f"iter_{step:07d}/{DESCRIBES}", text=_DESCRIPTION),
+        SideFile(TRACKER, text=str(step)),
+    ]
+
+
+class _Writer:
+    """Collects blobs, and what ``.metadata`` says of them."""
+
+    def __init__(self, order: WriteRequest, root: Path) -> None:
+        self.order, self.target = order, order.target
+        self.classic = megatron_out.Writer(order, root)  # args, groups and padding are its
+        self.states = self.classic.states
+        self.folder = root / f"iter_{self.target.step or 0:07d}"
+        model = self.target.model
+        rules = model.family.select(model.flags)
+        one = build_mesh(rules, model.sizes, (("tp", 1), ("pp", 1)))
+        self.sizes = self.classic.here.sizes
+        layout = {**default_layout(model.family), "glu": "flat"}
+        (self.rows,) = place(rules, self.sizes, one, rounds(layout)).values()
+        self.shapes = logical_shapes(rules, self.sizes)
+        here = replace(self.classic.here, shapes=self.shapes)
+        self.collector = shards_out.Collector(self.target, order.metas, root, here)
+        self.layers = model.sizes["layer"]
+        self.parts: list[FileLayout] = []  # of the blobs' file, with offsets from its start
+        self.at = 0
+        self.table: dict[str, Stub] = {}  # state_dict_metadata
+        self.chunks: dict[str, list[Stub]] = {}
+        self.places: dict[Stub, Stub] = {}  # storage_data
+
+    def design(self) -> Design:
+        for row in self.rows:
+            dtype = self.collector.dtype_of(row, "") or "F32"
+            self._tensor("", row, dtype, "")
+            for state in self._kinds():
+                self._state(state, row, dtype)
+        for layer in range(self.layers):
+            for module in _EMPTY:
+                self._object(f"decoder.layers.{module}._extra_state/shard_{layer}_{self.layers}")
+        raise_all(self.collector.faults, "these tensors cannot be packed")
+        files = [
+            OutFile(str(self.folder / _BLOBS), self._joined()),
+            OutFile(str(self.folder / COMMON), torch_zip.layout_tree(self._common())),
+            OutFile(str(self.folder / METADATA), _whole(self._metadata())),
+        ]
+        notes = [*self.classic.notes, self.classic.how_to_load()]
+        manifest = Manifest(self.collector.metas, self.collector.chunks.by_name)
+        return Design(files, manifest, 0, notes)
+
+    # --- blobs -------------------------------------------------------------------------------
+
+    def _kinds(self) -> list[str]:
+        """Optimizer states to write: megatron-core's distributed optimizer asks for masters of
+        a model that is all fp32 as well, and fails where they are missing.
+        """
+        needed = {*self.states, *(("master",) if self.states and self.target.sharded else ())}
+        return [s for s in ("master", "exp_avg", "exp_avg_sq", "momentum_buffer") if s in needed]
+
+    def _state(self, state: str, row: Placed, weight: str) -> None:
+        """Optimizer state; the distributed optimizer has masters of fp32 weights too."""
+        have = self.collector.dtype_of(row, state + "/")
+        key = state
+        if state == "master":
+            key = "param" if self.target.sharded else "fp32_param"
+            if weight == "F32":
+                if self.target.sharded:
+                    self._tensor(key, row, "F32", "")
+                return
+        if have is not None:
+            self._tensor(key, row, have, state)
+
+    def _tensor(self, key: str, row: Placed, dtype: str, state: str) -> None:
+        """A stored tensor, or one layer of a stacked one, as a blob of its own."""
+        name = megatron_names.fused(row.name)
+        layer = megatron_names.layer_of(row.name)
+        box, whole = Box((0,) * len(row.shape), row.shape), row.shape
+        if layer is not None:
+            name = name.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1)
+            box = Box((layer, *box.offsets), (1, *row.shape))
+            whole = (self.layers, *row.shape)
+        fqn = f"optimizer.state.{key}.{name}" if key else name
+        start = self._blob(torch_zip.layout_tree(Spec("tensor", dtype, box.sizes)))
+        if fqn not in self.table:
+            self.chunks[fqn] = []
+            self.table[fqn] = _storage(whole, dtype, self.chunks[fqn])
+        self.chunks[fqn].append(
+            Stub(f"{_DCP}.metadata", "ChunkStorageMetadata", (),
+                 {"offsets": _size(box.offsets), "sizes": _size(box.sizes)})
+        )  # fmt: skip
+        self._place(fqn, box.offsets, start)
+        base = self.parts[-1].offsets["tensor"]
+        for piece in row.pieces:
+            logical = f"{state}/{piece.fqn}" if state else piece.fqn
+            offset, strides = row.bytes_at(piece, base, ITEMSIZE[dtype])
+            view = View(str(self.folder / _BLOBS), offset, piece.box.sizes, strides, dtype)
+            self.collector.chunks.add(Chunk(logical, piece.box, view))
+            if logical not in self.collector.metas:
+                self.collector.metas[logical] = piece_meta(piece, self.shapes, self.sizes, dtype)
+
+    def _object(self, name: str) -> None:
+        """The local spec's empty extra state of a linear layer."""
+        start = self._blob(torch_zip.layout_tree([None]))
+        self.table[name] = Stub(f"{_DCP}.metadata", "BytesStorageMetadata", (), {})
+        self._place(name, None, start)
+
+    def _blob(self, made: FileLayout) -> int:
+        start = self.at
+        self.parts.append(_shifted(made, start))
+        self.at += made.size_bytes
+        return start
+
+    def _place(self, fqn: str, offset: tuple[int, ...] | None, start: int) -> None:
+        index = {"fqn": fqn, "offset": None if offset is None else _size(offset), "index": None}
+        info = {"relative_path": _BLOBS, "offset": start, "length": self.at - start}
+        self.places[Stub(f"{_DCP}.metadata", "MetadataIndex", (), index)] = Stub(
+            f"{_DCP}.filesystem", "_StorageInfo", (), info
+        )
+
+    def _joined(self) -> FileLayout:
+        fixed = tuple(row for part in self.parts for row in part.fixed)
+        checksums = tuple(row for part in self.parts for row in part.checksums)
+        return FileLayout(self.at, {}, fixed, checksums)
+
+    # --- what describes them -----------------------------------------------------------------
+
+    def _metadata(self) -> bytes:
+        meta: dict[str, object] = {
+            "checkpoint_id": None,
+            "save_id": None,
+            "load_id": None,
+            "modules": [],
+        }
+        table = {
+            "state_dict_metadata": self.table,
+            "planner_data": None,
+            "storage_data": self.places,
+            "storage_meta": Stub(f"{_DCP}.metadata", "StorageMeta", (), meta),
+        }
+        return dumps(Stub(f"{_DCP}.metadata", "Metadata", (), table))
+
+    def _common(self) -> dict[str, object]:
+        saved = self.classic.saved
+        args = {**self.classic.args, "ckpt_format": "torch_dist"}
+        content: dict[str, object] = {
+            "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
+        }  # fmt: skip
+        tree: dict[str, object] = {
+            "args": Stub("argparse", "Namespace", (), megatron_out.plain(args)),
+            "checkpoint_version": 3.0,
+            "iteration": self.target.step or 0,
+            "num_floating_point_operations_so_far": saved.get(
+                "num_floating_point_operations_so_far", 0
+            ),
+            "content_metadata": content,
+        }
+        if self.states:
+            if "opt_param_scheduler" in saved:
+                tree["opt_param_scheduler"] = megatron_args.decode(saved["opt_param_scheduler"])
+            if self.target.sharded:
+                content["distrib_optim_sharding_type"] = "fully_reshardable"
+            tree["optimizer"] = self._optimizer()
+        return tree
+
+    def _optimizer(self) -> dict[str, object]:
+        """Hyperparameters and the step; what is sharded lies in blobs."""
+        if self.target.sharded:
+            return {
+                **self.classic.distributed_groups(),
+                "param_state_sharding_type": "fully_reshardable",
+            }
+        groups, step, step_in = self.classic.groups()
+        state: dict[str, object] = {}
+        for group in groups:
+            group.pop("params", None)
+            if step_in == "state":
+                group.pop("step", None)
+            elif step is not None:
+                group.setdefault("step", step)
+        if step is not None and step_in == "state":
+            state["common_step"] = torch_zip.Known("F32", (), struct.pack("<f", step))
+        inner: dict[str, object] = {"state": state, "param_groups": groups}
+        half = any(self.collector.dtype_of(row, "") in ("BF16", "F16") for row in self.rows)
+        return {"optimizer": inner, **self.classic.scaler()} if half else inner
+
+
+def _size(shape: tuple[int, ...]) -> Stub:
+    return Stub("torch", "Size", (shape,))
+
+
+def _storage(shape: tuple[int, ...], dtype: str, chunks: list[Stub]) -> Stub:
+    """TensorStorageMetadata; properties as torch's own __getstate__ gives them."""
+    properties = (
+        Global("torch", TO_TORCH[dtype]),
+        Stub("torch.serialization", "_get_layout", ("torch.strided",)),
+        False,  # requires_grad
+        Stub(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING", (0,)),  # contiguous
+        False,  # pin_memory
+    )
+    made = Stub(f"{_DCP}.metadata", "TensorProperties", (), properties)
+    table = {"properties": made, "size": _size(shape), "chunks": chunks}
+    return Stub(f"{_DCP}.metadata", "TensorStorageMetadata", (), table)
+
+
+def _shifted(made: FileLayout, by: int) -> FileLayout:
+    """The same file from byte ``by`` of another on."""
+    offsets: Mapping[str, int] = {name: at + by for name, at in made.offsets.items()}
+    checksums = tuple(
+        Checksum(c.offset_bytes + by, c.length_bytes, tuple(s + by for s in c.slots))
+        for c in made.checksums
+    )
+    fixed = tuple((at + by, data) for at, data in made.fixed)
+    return FileLayout(made.size_bytes, dict(offsets), fixed, checksums)
+
+
+def _whole(data: bytes) -> FileLayout:
+    return FileLayout(len(data), {}, ((0, data),))

@@ -1,0 +1,102 @@
+"""What native rank files are called, and which of them a mesh needs.
+
+Shared by the reader (shards.py) and the designer (shards_out.py), so that a name has one rule.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...checkpoint.types import Container
+from ...containers import safetensors, torch_zip
+from ...errors import CheckpointError, raise_all
+from ...model.family import Piece
+from ...model.manifest import PADDING, TensorMeta
+from ...model.mesh import AXES, Coord, Mesh
+
+NAME = "shards"
+VERSION = "1.0"
+CHECKPOINT = "checkpoint.json"
+MAX_RANKS = 1 << 17  # files of one kind; a damaged mesh must not be counted through
+FILE = re.compile(r"(model|pytorch_model|optimizer)((?:_[a-z]+_\d+)+)\.(safetensors|bin)")
+
+
+@dataclass(frozen=True, slots=True)
+class RankNames:
+    """The rank files of a folder by kind and coordinate."""
+
+    model: dict[Coord, Path]
+    optimizer: dict[Coord, Path]
+    suffix: str  # "safetensors" or "bin"
+
+
+def scan(path: Path) -> RankNames:
+    """Rank files by their integers: ``tp_10`` sorts after ``tp_2``."""
+    kinds: dict[str, dict[Coord, Path]] = {"model": {}, "optimizer": {}}
+    spellings: dict[str, str] = {}
+    for child in path.iterdir():
+        match = FILE.fullmatch(child.name)
+        if match is None:
+            continue
+        pairs = re.findall(r"_([a-z]+)_(\d+)", match[2])
+        coord = tuple((axis, int(rank)) for axis, rank in pairs)
+        kind = "optimizer" if match[1] == "optimizer" else "model"
+        axes = [axis for axis, _ in coord]
+        known = [axis for axis in (*AXES, "dp") if axis in axes]
+        if axes != known or axes[:2] != ["tp", "pp"]:
+            raise CheckpointError(
+                f"{child}: names the axes {axes}; known are {', '.join(AXES)} and dp, in this order"
+            )
+        if coord in kinds[kind]:
+            raise CheckpointError(f"{child} and {kinds[kind][coord]} are the same rank")
+        kinds[kind][coord] = child
+        spellings[match[3]] = child.name
+    if len(spellings) > 1:
+        raise CheckpointError(f"{path}: mixes two spellings: {', '.join(spellings.values())}")
+    suffix = next(iter(spellings), "safetensors")
+    return RankNames(
+        dict(sorted(kinds["model"].items())), dict(sorted(kinds["optimizer"].items())), suffix
+    )
+
+
+def check_files(
+    path: Path, found: Mapping[Coord, Path], shape: Mapping[str, int], suffix: str, kind: str
+) -> None:
+    """The set of files must be the mesh's, no more and no less."""
+    mesh = Mesh(tuple(shape.items()))
+    says = " ".join(f"{axis}={size}" for axis, size in shape.items())
+    if math.prod(shape.values()) > MAX_RANKS:
+        raise CheckpointError(f"{path}: a mesh of {says} has more than {MAX_RANKS} ranks")
+    wanted = {coord: path / file_name(kind, coord, suffix) for coord in mesh.coords()}
+    faults = [f"{file.name}: is missing" for coord, file in wanted.items() if coord not in found]
+    faults += [f"{file.name}: no rank of the mesh" for c, file in found.items() if c not in wanted]
+    raise_all(faults, f"{path}: the files of a mesh of {says} are needed")
+
+
+def file_name(kind: str, coord: Coord, suffix: str) -> str:
+    """``model_tp_0_pp_1.safetensors``; ``.bin`` files take Hugging Face's older stem."""
+    stem = "pytorch_model" if kind == "model" and suffix == "bin" else kind
+    return stem + "".join(f"_{axis}_{rank}" for axis, rank in coord) + "." + suffix
+
+
+def container(suffix: str) -> Container:
+    return safetensors if suffix == "safetensors" else torch_zip
+
+
+def mesh_table(mesh: Mesh, dp: int) -> tuple[tuple[str, int], ...]:
+    return (*mesh.axes, ("dp", dp))
+
+
+def piece_meta(
+    piece: Piece, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int], dtype: str
+) -> TensorMeta:
+    """The logical tensor that a piece belongs to; padding rows are a tensor of their own."""
+    if not piece.fqn.startswith(PADDING):
+        return TensorMeta(shapes[piece.fqn], dtype)
+    rows = sizes["padded_vocab"] - sizes["vocab"]
+    shape = (rows, *shapes[piece.fqn.removeprefix(PADDING)][1:])
+    return TensorMeta(shape, dtype, elastic=True)

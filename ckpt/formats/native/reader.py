@@ -1,0 +1,497 @@
+"""Our native ``tp_X_pp_Y`` shards, and such folders that somebody else wrote.
+
+Reads by the pieces of ``family.place`` that ``shards_out`` designs by. ``checkpoint.json`` says
+everything that names and shapes do not; without it the folder is foreign and the rest is
+detected from names, or asked for. docs/format.md is the format's description.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...checkpoint.config import find_config, load_model
+from ...checkpoint.json_io import load_json, read_digests
+from ...checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
+from ...errors import CheckpointError, raise_all
+from ...model.box import row_major
+from ...model.dtypes import ITEMSIZE, TO_TORCH
+from ...model.family import Model, Piece, Placed, build_mesh, logical_shapes, mesh_flags, place
+from ...model.file_layout import Entry, Index
+from ...model.layout import check_layout, rounds
+from ...model.manifest import STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
+from ...model.mesh import AXES, Coord, Mesh, named_axes, split_by_counts
+from ..chunk_builder import bare
+from ..megatron.names import EXTRA, FUSED_NORMS
+from ..side_files import side_files, skipped_links
+from .names import (
+    CHECKPOINT,
+    FILE,
+    NAME,
+    VERSION,
+    RankNames,
+    check_files,
+    container,
+    mesh_table,
+    piece_meta,
+    scan,
+)
+
+STATE_KEYS = ("step", "schedule", "param_groups", "data", "megatron")
+_RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
+
+
+def sniff(path: Path) -> bool:
+    """Whether ``path`` is a folder of rank files."""
+    if not path.is_dir():
+        return False
+    if (path / CHECKPOINT).is_file():
+        return True
+    return any((m := FILE.fullmatch(c.name)) and m[1] != "optimizer" for c in path.iterdir())
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What checkpoint.json, or detection in its place, says."""
+
+    mesh: Mesh
+    dp: int
+    layout: dict[str, str]
+    table: Mapping[str, object]  # checkpoint.json; empty for a foreign folder
+
+
+def read(path: Path, options: ReadOptions) -> Checkpoint:
+    """The checkpoint in a folder of rank files; raises with every fault found."""
+    table = load_json(path / CHECKPOINT) if os.path.lexists(path / CHECKPOINT) else {}
+    _check_version(path, table)
+    _check_kinds(path, table)
+    names = scan(path)
+    config = find_config(path, options)
+    if config is None:
+        raise CheckpointError(
+            f"{path}: has no config.json, so the packing of its rows is unknown; name the folder "
+            "of the Hugging Face config with --config"
+        )
+    model = load_model(config, _vocab(path, table, options))
+    if table.get("family", model.family.name) != model.family.name:
+        raise CheckpointError(
+            f"{path / CHECKPOINT}: family {table['family']!r}, {config} says {model.family.name!r}"
+        )
+    shapes = _mesh_shape(path, names, table)
+    check_files(path, names.model, dict(named_axes(shapes)), names.suffix, "model")
+    indices = {coord: _rank_index(file) for coord, file in names.model.items()}
+    header = _header(path, table, model, indices, shapes, options)
+    return _Reader(path, header, model, names, indices, options).checkpoint()
+
+
+def _check_version(path: Path, table: Mapping[str, object]) -> None:
+    version = str(table.get("format_version", VERSION))
+    if version.split(".")[0] != VERSION.split(".")[0]:
+        raise CheckpointError(
+            f"{path / CHECKPOINT}: format_version {version}, this tool reads {VERSION}; "
+            "use a newer shardwright"
+        )
+
+
+def _check_kinds(path: Path, table: Mapping[str, object]) -> None:
+    """Values that nothing here is decided by are refused too where they cannot be what they say."""
+    for key, kind in (("format_version", str), ("dtype", str), ("family", str)):
+        if key in table and not isinstance(table[key], kind):
+            raise CheckpointError(f"{path / CHECKPOINT}: {key} {table[key]!r} is no text")
+    padded = table.get("padded_vocab_size", 1)
+    if type(padded) is not int or padded < 1:
+        raise CheckpointError(f"{path / CHECKPOINT}: padded_vocab_size is {padded!r}")
+    if "dtype" in table and table["dtype"] not in TO_TORCH.values():
+        raise CheckpointError(
+            f"{path / CHECKPOINT}: dtype {table['dtype']!r} is not one of torch's"
+        )
+
+
+def _vocab(path: Path, table: Mapping[str, object], options: ReadOptions) -> int | None:
+    said = table.get("vocab_size")
+    if said is not None and (type(said) is not int or said <= 0):
+        raise CheckpointError(f"{path / CHECKPOINT}: vocab_size is {said!r}")
+    return options.vocab_size if options.vocab_size is not None else said
+
+
+def _mesh_shape(path: Path, names: RankNames, table: Mapping[str, object]) -> dict[str, int]:
+    """Axis -> size, from checkpoint.json, else from the largest rank numbers."""
+    said = table.get("mesh")
+    if said is None:
+        if not names.model:
+            raise CheckpointError(f"{path}: holds no model_tp_X_pp_Y file")
+        return {a: 1 + max(dict(c).get(a, 0) for c in names.model) for a in AXES}
+    if not isinstance(said, dict) or not all(type(n) is int and n > 0 for n in said.values()):
+        raise CheckpointError(f"{path / CHECKPOINT}: mesh is {said!r}, not axis -> size")
+    unknown = set(said) - {*AXES, "dp"}
+    if unknown:
+        raise CheckpointError(
+            f"{path / CHECKPOINT}: mesh has the unknown axes {sorted(unknown)}; "
+            "use a newer shardwright"
+        )
+    return {a: said.get(a, 1) for a in (*AXES, "dp")}
+
+
+def _rank_index(file: Path) -> Index:
+    return container(file.suffix[1:]).index(str(file))
+
+
+def _header(
+    path: Path,
+    table: Mapping[str, object],
+    model: Model,
+    indices: Mapping[Coord, Index],
+    shape: Mapping[str, int],
+    options: ReadOptions,
+) -> _Header:
+    """Mesh with its stages, and layout tags, as recorded or as detected."""
+    said = table.get("layout", {})
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{path / CHECKPOINT}: layout is {said!r}, not tag -> value")
+    layout = check_layout({**said, **options.layout}, model.family, str(path))
+    count = model.sizes["layer"]
+    owned: tuple[tuple[int, ...], ...] | None
+    stages = table.get("pp_layers")
+    if stages is not None:
+        owned = _recorded_stages(path / CHECKPOINT, stages, shape["pp"], count)
+    elif table:
+        owned = None
+    else:
+        owned = _detect_stages(path, indices, count)
+    rules = model.family.select(model.flags)
+    mesh = build_mesh(rules, model.sizes, named_axes(shape), owned)
+    return _Header(mesh, shape.get("dp", 1), layout, table)
+
+
+def _recorded_stages(
+    file: Path, stages: object, pp: int, count: int
+) -> tuple[tuple[int, ...], ...]:
+    """Layers of each stage: so many in turn, or those listed where stages interleave."""
+    if not isinstance(stages, list):
+        raise CheckpointError(f"{file}: pp_layers is {stages!r}")
+    listed = [n for n in stages if isinstance(n, list)]
+    numbers = list(itertools.chain(*listed)) if listed else stages
+    if (listed and len(listed) < len(stages)) or not all(type(n) is int for n in numbers):
+        raise CheckpointError(f"{file}: pp_layers is {stages!r}")
+    if len(stages) != pp:
+        raise CheckpointError(f"{file}: pp_layers {stages} for {pp} stages")
+    if not listed and (sum(stages) != count or min(stages) < 0):
+        raise CheckpointError(
+            f"{file}: pp_layers {stages} name {sum(stages)} layers, the config has {count}"
+        )
+    if not listed:
+        return split_by_counts(count, tuple(stages))
+    if sorted(numbers) != list(range(count)):
+        raise CheckpointError(
+            f"{file}: pp_layers {stages} are not each once the {count} layers of the model"
+        )
+    return tuple(tuple(n) for n in stages)
+
+
+_LAYER = re.compile(r"(.*\blayers\.)(\d{1,9})(\..*)")
+
+
+def _detect_stages(
+    path: Path, indices: Mapping[Coord, Index], count: int
+) -> tuple[tuple[int, ...], ...]:
+    """Global layer numbers of each stage of a foreign folder, whatever numbers it uses."""
+    found: dict[int, set[int]] = {}
+    for coord, index in indices.items():
+        numbers = {int(m[2]) for name in index.entries if (m := _LAYER.fullmatch(name))}
+        found.setdefault(dict(coord)["pp"], set()).update(numbers)
+    stages = [sorted(found[p]) for p in sorted(found)]
+    local = len(stages) > 1 and all(not s or s[0] == 0 for s in stages)
+    if local:
+        return split_by_counts(count, tuple(len(s) for s in stages))
+    if sorted(itertools.chain(*stages)) != list(range(count)):
+        raise CheckpointError(
+            f"{path}: the stages hold the layers {stages}, the config has {count} layers"
+        )
+    return tuple(tuple(s) for s in stages)
+
+
+_WRAPPERS = ("model.", "module.", "state_dict.")  # keys that some writers put around the names
+
+
+class _Reader:
+    """Reads one folder; holds what its methods would otherwise pass to each other."""
+
+    def __init__(
+        self,
+        path: Path,
+        header: _Header,
+        model: Model,
+        names: RankNames,
+        indices: Mapping[Coord, Index],
+        options: ReadOptions,
+    ) -> None:
+        self.path, self.header, self.model, self.names = path, header, model, names
+        self.indices, self.options = indices, options
+        self.native = bool(header.table)
+        self.faults: list[str] = []
+        self.metas: dict[str, TensorMeta] = {}
+        self.chunks = Chunks()
+        mesh = header.mesh
+        self.rules = model.family.select(model.flags | mesh_flags(mesh))
+        self.sizes = {**model.sizes, "padded_vocab": self._padded_vocab()}
+        try:
+            self.placed = place(self.rules, self.sizes, mesh, rounds(header.layout))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        self.shapes = logical_shapes(self.rules, self.sizes)
+        self.result = Checkpoint(path, NAME, Manifest({}, {}), model, mesh, header.dp)
+
+    def _padded_vocab(self) -> int:
+        """Vocabulary rows of all ranks together, as the files have them."""
+        tp, true = self.header.mesh.size("tp"), self.model.sizes["vocab"]
+        for index in self.indices.values():
+            for name, entry in self._renamed(index, 0):
+                if name == "embedding.word_embeddings.weight" and entry.shape:
+                    if entry.shape[0] * tp < true:
+                        raise CheckpointError(
+                            f"{index.path}: {name}: {entry.shape[0]} rows on each of {tp} ranks "
+                            f"are fewer than the {true} rows of the vocabulary"
+                        )
+                    return entry.shape[0] * tp
+        raise CheckpointError(f"{self.path}: no file holds embedding.word_embeddings.weight")
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything in the folder, checked."""
+        result, table = self.result, self.header.table
+        for coord, index in self.indices.items():
+            self._weights(coord, index)
+        if not self.options.weights_only:
+            self._optimizer()
+        raise_all(self.faults, f"{self.path}")
+        result.has_optimizer = bool(self.names.optimizer)
+        result.layout = self.header.layout
+        result.padded_vocab = self.sizes["padded_vocab"]
+        result.vocab_multiple = self._whole(
+            "make_vocab_size_divisible_by", result.vocab_multiple, least=1
+        )
+        if table.get("step") is not None:
+            result.step = self._whole("step", 0, least=0)
+        state = {key: table[key] for key in STATE_KEYS if table.get(key) is not None}
+        result.digests = read_digests(table.get("files"), self.path / CHECKPOINT)
+        self._check_sizes()
+        result.random_states = tuple(
+            SideFile(f.name, str(f))
+            for f in sorted(self.path.iterdir())
+            if _RANDOM.fullmatch(f.name)
+        )
+        order = {fqn: i for i, fqn in enumerate(self.shapes)}
+        metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(bare(kv[0]), len(order))))
+        result.manifest = Manifest(metas, self.chunks.by_name, state, side_files(self.path))
+        result.notes += skipped_links(self.path)
+        if not self.native:
+            self._say_foreign()
+        return result
+
+    def _whole(self, key: str, default: int, least: int) -> int:
+        """A whole number of checkpoint.json."""
+        value = self.header.table.get(key, default)
+        if type(value) is not int or value < least:
+            raise CheckpointError(
+                f"{self.path / CHECKPOINT}: {key} is {value!r}, no whole number of at least {least}"
+            )
+        return value
+
+    def _say_foreign(self) -> None:
+        tags = ", ".join(f"{tag}={value}" for tag, value in self.header.layout.items())
+        stages = ",".join(str(len(s)) for s in self.header.mesh.owned["pp"])
+        local = any(self._first_layer(coord, index) for coord, index in self.indices.items())
+        self.result.notes.append(
+            f"{self.path}: no checkpoint.json; assumed layout {tags} (--layout KEY=VALUE "
+            f"overrides), layers per stage {stages}, "
+            f"numbered {'locally, from 0 on each stage' if local else 'globally'}"
+        )
+
+    def _check_sizes(self) -> None:
+        for name, (size, _) in self.result.digests.items():
+            file = self.path / name
+            now = file.stat().st_size if file.is_file() else None
+            if now != size:
+                raise CheckpointError(
+                    f"{file}: {'is missing' if now is None else f'has {now} bytes'}, "
+                    f"{CHECKPOINT} says {size} bytes"
+                )
+
+    def _renamed(self, index: Index, first_layer: int) -> Iterator[tuple[str, Entry]]:
+        """Entries under our stored names; ``first_layer`` is added to layer numbers.
+
+        Only foreign folders need it: a native file's names are taken as they are.
+        """
+        for name, entry in index.entries.items():
+            if self.native:
+                yield name, entry
+                continue
+            bare = name
+            for wrapper in _WRAPPERS:
+                bare = bare.removeprefix(wrapper)
+            for pattern, ours in FUSED_NORMS:
+                bare = pattern.sub(ours, bare)
+            match = _LAYER.fullmatch(bare)
+            if match and first_layer:
+                bare = f"{match[1]}{int(match[2]) + first_layer}{match[3]}"
+            yield bare, entry
+
+    def _first_layer(self, coord: Coord, index: Index) -> int:
+        """What to add to the layer numbers of a file that counts from 0 on each stage."""
+        owned = self.header.mesh.owned["pp"][dict(coord)["pp"]]
+        numbers = [int(m[2]) for name in index.entries if (m := _LAYER.fullmatch(name))]
+        return owned[0] - min(numbers) if owned and numbers else 0
+
+    def _weights(self, coord: Coord, index: Index) -> None:
+        """A rank's model file: names and shapes must be those of its place in the mesh."""
+        self._check_rank(coord, index)
+        rows = {p.name: p for p in self.placed[coord]}
+        found = set()
+        for name, entry in self._renamed(index, self._first_layer(coord, index)):
+            if not self.native and name.endswith(EXTRA):
+                self.result.left_out.append(("_extra_state holds no weights", 0))
+                continue
+            placed = rows.get(name)
+            if placed is None:
+                self.faults.append(
+                    f"{index.path}: {name}: unknown tensor of shape {list(entry.shape)}"
+                )
+                continue
+            found.add(name)
+            if entry.shape != placed.shape:
+                self.faults.append(
+                    f"{index.path}: {name}: shape {list(entry.shape)}, this rank of the mesh needs "
+                    f"{list(placed.shape)}"
+                )
+                continue
+            self._add("", placed, placed.pieces, entry, index.path, 0)
+        for name in rows:
+            if name not in found:
+                self.faults.append(f"{index.path}: {name}: missing")
+        self._note_file(index, coord)
+
+    def _note_file(self, index: Index, coord: Coord) -> None:
+        rank = " ".join(f"{axis} {number}" for axis, number in coord)
+        layers = self.header.mesh.owned["pp"][dict(coord)["pp"]]
+        row = FileSummary(index.path, rank, index.size_bytes, len(index.entries), layers)
+        self.result.files.append(row)
+
+    def _check_rank(self, coord: Coord, index: Index) -> None:
+        """A file says which rank it is, so that swapped and stray files are noticed."""
+        wanted = {
+            "ranks": json.dumps(dict(coord)),
+            "mesh": json.dumps(dict(mesh_table(self.header.mesh, self.header.dp))),
+            "step": json.dumps(self.header.table.get("step")),
+        }
+        for key, value in wanted.items():
+            said = index.metadata.get(key)
+            known = self.native or key == "ranks"
+            if known and said is not None and not _same_json(said, value):
+                self.faults.append(
+                    f"{index.path}: says {key} {said[:200]}, its name and {CHECKPOINT} say "
+                    f"{value}; was it swapped or taken from another save?"
+                )
+
+    def _add(
+        self,
+        state: str,
+        placed: Placed,
+        pieces: Iterable[Piece],
+        entry: Entry,
+        file: str,
+        start: int,
+    ) -> None:
+        """The pieces of one stored tensor as chunks.
+
+        ``entry`` holds the row-major elements of ``placed`` from ``start`` on.
+        """
+        prefix = state + "/" if state else ""
+        size = ITEMSIZE[entry.dtype]
+        if start == 0 and entry.shape == placed.shape and entry.strides != row_major(entry.shape):
+            self.faults.append(
+                f"{file}: {entry.name}: not contiguous; save it again with .contiguous()"
+            )
+            return
+        for piece in pieces:
+            base = entry.offset_bytes - start * size
+            offset, strides = placed.bytes_at(piece, base, size)
+            fqn = prefix + piece.fqn
+            meta = piece_meta(piece, self.shapes, self.sizes, entry.dtype)
+            have = self.metas.setdefault(fqn, meta)
+            if have.dtype != meta.dtype:
+                self.faults.append(
+                    f"{file}: {entry.name}: {meta.dtype}, other ranks hold {have.dtype}"
+                )
+            view = View(file, offset, piece.box.sizes, strides, entry.dtype)
+            self.chunks.add(Chunk(fqn, piece.box, view))
+
+    def _optimizer(self) -> None:
+        """Optimizer files, whole or cut into row-major ranges over dp."""
+        found = self.names.optimizer
+        if not found:
+            return
+        if not self.native:
+            self.result.unread_optimizer = (
+                f"{next(iter(found.values()))}: optimizer files of a folder without {CHECKPOINT} "
+                f"are not read; {WITHOUT}"
+            )
+            return
+        shape = dict(self.header.mesh.axes)
+        if any("dp" in dict(coord) for coord in found):
+            shape["dp"] = self.header.dp
+            self.result.sharded = True
+        check_files(self.path, found, shape, self.names.suffix, "optimizer")
+        for coord, file in found.items():
+            index = _rank_index(file)
+            self._check_rank(coord, index)
+            self._optimizer_file(coord, index)
+
+    def _optimizer_file(self, coord: Coord, index: Index) -> None:
+        rank = tuple((axis, number) for axis, number in coord if axis != "dp")
+        rows = {p.name: p for p in self.placed[rank]}
+        ranges = _ranges(index) if rank != coord else None
+        for key, entry in index.entries.items():
+            state, _, name = key.partition("/")
+            placed = rows.get(name)
+            if state not in STATES or placed is None:
+                self.faults.append(f"{index.path}: {key}: unknown optimizer tensor")
+                continue
+            start, stop = 0, math.prod(placed.shape)
+            wanted = placed.shape
+            if ranges is not None:
+                start, stop = ranges.get(key, (0, -1))
+                wanted = (stop - start,)
+            if entry.shape != wanted or start < 0 or stop > math.prod(placed.shape):
+                self.faults.append(
+                    f"{index.path}: {key}: shape {list(entry.shape)}, its place in the mesh needs "
+                    f"{list(wanted) if stop >= start else 'an entry in ranges'}"
+                )
+                continue
+            pieces = placed.clip(start, stop) if ranges is not None else placed.pieces
+            self._add(state, placed, pieces, entry, index.path, start)
+        self._note_file(index, coord)
+
+
+def _ranges(index: Index) -> dict[str, tuple[int, int]]:
+    """The row-major range of its stored tensor that each entry of a dp file holds."""
+    try:
+        table = json.loads(index.metadata.get("ranges", ""))
+        found = {key: (start, stop) for key, (start, stop) in table.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index.path}: its metadata has no readable ranges") from error
+    for key, pair in found.items():
+        if not all(type(n) is int for n in pair):
+            raise CheckpointError(f"{index.path}: {key}: its range {pair} is no pair of numbers")
+    return found
+
+
+def _same_json(a: str, b: str) -> bool:
+    try:
+        return bool(json.loads(a) == json.loads(b))
+    except (ValueError, RecursionError):
+        return False

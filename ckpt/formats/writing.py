@@ -1,0 +1,59 @@
+"""The seam through which a format writes an output: what it is told, and what it answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ..checkpoint.json_io import CHECKSUMS
+from ..checkpoint.types import Checkpoint
+from ..model.design import Design
+from ..model.manifest import SideFile, TensorMeta
+from ..model.target import Target
+
+Written = Mapping[str, tuple[int, str]]  # path below the output -> size, xxh3-128 or ""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """Everything that a writer is told."""
+
+    source: Checkpoint
+    target: Target
+    metas: Mapping[str, TensorMeta]  # logical tensors to write, with the dtypes to write them in
+    state: Mapping[str, object]  # of the training run, JSON
+    weights_only: bool  # leave optimizer and training state out
+    sides: tuple[SideFile, ...]  # config, tokenizer and whatever else travels along
+
+
+class Writer(Protocol):
+    """Knows which files, below a folder, hold a model in a layout. Writes nothing itself."""
+
+    TO: str  # what --to calls it; the NAME of the format that reads it
+    TAKES: frozenset[str]  # of reshard's options that not every format has: those that it has
+
+    def design(self, order: WriteRequest, root: Path) -> Design:
+        """Every file below ``root``, sub-folders included, and where each logical tensor lies.
+
+        Names that no row places are left to ``plan``, which reports them. What the format
+        cannot hold is said in ``Design.notes``. Raises CheckpointError for an impossible layout.
+        """
+        ...
+
+    def sides(self, order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+        """The text files, in the order in which they are written: after all others.
+
+        Called twice: before anything is written without digests, and at the end.
+        """
+        ...
+
+
+def checksums(files: Written) -> list[SideFile]:
+    """The file that records digests; none where none were asked for, or before they are made."""
+    if not any(mark for _, mark in files.values()):
+        return []
+    table = {name: {"size": size, "xxh3_128": mark} for name, (size, mark) in files.items()}
+    return [SideFile(CHECKSUMS, text=json.dumps({"files": table}, indent=2) + "\n")]

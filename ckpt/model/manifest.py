@@ -1,0 +1,157 @@
+"""The one type that every source and every target is: named boxes of bytes.
+
+A manifest knows no format, family or mesh axis. It says which box of which logical
+tensor lies at which bytes of which file, and what travels beside the tensors.
+Memory: under 2 KiB per chunk; boxes, shapes and strides are shared between layers.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .box import Box
+from .dtypes import ITEMSIZE
+
+# Optimizer state is the same logical tensors under one of these prefixes.
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "master")
+PADDING = "padding/"  # rows that only fill a vocabulary up to a multiple
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Strided elements of a file; no bytes are held."""
+
+    file: str
+    offset_bytes: int  # of element (0, ..., 0), from the start of the file
+    shape: tuple[int, ...]  # elements
+    strides: tuple[int, ...]  # elements
+    dtype: str  # a key of dtypes.ITEMSIZE
+
+    def narrow(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> View:
+        """The box of this view that starts at ``offsets`` (in this view's coordinates)."""
+        step = sum(o * s for o, s in zip(offsets, self.strides, strict=True))
+        start = self.offset_bytes + step * ITEMSIZE[self.dtype]
+        return View(self.file, start, sizes, self.strides, self.dtype)
+
+    def extent(self) -> tuple[int, int]:
+        """First byte and one past the last byte that this view touches."""
+        if 0 in self.shape:
+            return self.offset_bytes, self.offset_bytes
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return self.offset_bytes, self.offset_bytes + (last + 1) * ITEMSIZE[self.dtype]
+
+
+class DeferredView(ABC):
+    """Elements of a file whose bytes are found once they are needed: a header must be read.
+
+    What a manifest says of them (box, file, dtype) is known before.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def file(self) -> str:
+        """Path of the file that holds them."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """A key of dtypes.ITEMSIZE."""
+
+    @abstractmethod
+    def view(self) -> View:
+        """Where they lie; reads the header if `find` did not. CheckpointError if it is damaged."""
+
+    @classmethod
+    @abstractmethod
+    def find(cls, places: Sequence[DeferredView]) -> None:
+        """Read the headers of many, all of this class. CheckpointError names every damaged one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A logical tensor: its whole shape and its dtype."""
+
+    shape: tuple[int, ...]  # elements
+    dtype: str
+    # Padding rows: a target may have more (new ones are zero) or fewer (dropped, counted).
+    elastic: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The box of a logical tensor that a view holds."""
+
+    fqn: str
+    box: Box  # in the logical tensor's coordinates; box.sizes == view.shape
+    place: View | DeferredView
+
+    @property
+    def view(self) -> View:
+        """Where the box lies; CheckpointError if it must be found and cannot be."""
+        return self.place if isinstance(self.place, View) else self.place.view()
+
+
+def locate(chunks: Iterable[Chunk]) -> None:
+    """Find where chunks lie, many at once, so that no file is opened for each of them."""
+    late: dict[type[DeferredView], list[DeferredView]] = {}
+    for chunk in chunks:
+        if not isinstance(chunk.place, View):
+            late.setdefault(type(chunk.place), []).append(chunk.place)
+    for kind, places in late.items():
+        kind.find(places)
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A file that travels with a checkpoint byte for byte, or rewritten text."""
+
+    name: str  # relative to the checkpoint, with forward slashes
+    source: str = ""  # path of the file to copy; empty when `text` holds the content
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint as named boxes of bytes."""
+
+    tensors: dict[str, TensorMeta]  # logical name -> meta
+    chunks: dict[str, list[Chunk]]  # logical name -> where its boxes lie
+    state: Mapping[str, object] = field(default_factory=dict)  # JSON: step, schedule, data, ...
+    side_files: tuple[SideFile, ...] = ()
+
+    def category(self, prefix: str) -> list[str]:
+        """The logical names under ``prefix/`` (``""``: the weights)."""
+        if prefix:
+            return [fqn for fqn in self.tensors if fqn.startswith(prefix + "/")]
+        return [fqn for fqn in self.tensors if category_of(fqn) == ""]
+
+
+def category_of(fqn: str) -> str:
+    """The optimizer state that a logical name belongs to; ``""`` for a weight."""
+    head, slash, _ = fqn.partition("/")
+    return head if slash and head in STATES else ""
+
+
+def is_padding(fqn: str) -> bool:
+    """Whether a logical name stands for padding rows, of a weight or of its state."""
+    state = category_of(fqn)
+    return fqn[len(state) + 1 if state else 0 :].startswith(PADDING)
+
+
+class Chunks:
+    """Collects chunks under their logical names while a format is being read."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, list[Chunk]] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        self.by_name.setdefault(chunk.fqn, []).append(chunk)

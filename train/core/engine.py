@@ -1,0 +1,544 @@
+"""One rank's training engine: model chunks, gradients, optimizer, the pipeline schedule.
+
+The command and the Accelerator both drive it. A call of ``forward_backward`` takes this
+data-parallel rank's micro-batches and runs megatron-core's whole schedule. The loss of a call
+is the mean over the counted tokens of all its micro-batches on all data-parallel ranks, as
+transformers normalises, or the mean of the micro-batches' own means; gradients follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.ckpt.model.family import Model
+from shardwright.ckpt.model.mesh import Mesh
+
+from ..checkpoint.state import RankState
+from ..errors import TrainError
+from ..model.build import ModelOptions, build, padding_mask, stored_parameters, transformer_config
+from ..patches import graphs
+from . import optim
+from .process import Layout, Parallel, import_megatron
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+# A micro-batch: tokens, labels, loss_mask, position_ids [b, s]; labels are those to predict at
+# each position. attention_mask (optional) [b, s]: 1 for a token, 0 for padding; or [b or 1, 1, s,
+# s]: true where a key is hidden, as in Megatron.
+Batch = Mapping[str, torch.Tensor]
+Reported = Mapping[str, torch.Tensor]
+# (loss_mask [b, s], losses [b, s], or (losses, logits) where logits are collected) -> the loss of
+# a micro-batch, and scalars to report; Accelerate's custom_loss_function.
+LossFunction = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Reported]]
+# (iterator over batches, chunk) -> (output, output -> (loss, scalars)); Megatron's forward step.
+ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable[[Any], Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How gradients are reduced and kept."""
+
+    distributed_optimizer: bool = False
+    overlap: bool = False  # overlap gradient reduction and parameter gathering with computing
+    check_for_nan: bool = True  # find out which rank has a loss or gradient that is not finite
+    bucket_elements: int | None = None  # gradients reduced at once; None is megatron's choice
+    per_token_loss: bool = True  # mean over all tokens; else over the micro-batches' means
+    eod_tokens: tuple[int, ...] = ()  # input tokens whose position does not count
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step."""
+
+    grad_norm: float  # global L2 norm before clipping
+    skipped: bool  # overflow: nothing was changed
+
+
+class Engine:
+    """Model, gradients and optimizer of one rank."""
+
+    def __init__(
+        self,
+        model: Model,
+        parallel: Parallel,
+        layout: Layout,
+        model_options: ModelOptions,
+        options: EngineOptions,
+        trained: Callable[[str], bool] | None = None,
+    ) -> None:
+        """``trained`` says of a stored name whether it gets gradients; None is all."""
+        self.model, self.parallel, self.layout = model, parallel, layout
+        self.model_options, self.options = model_options, options
+        self.config = transformer_config(model, parallel, layout, model_options)
+        self.modules = build(model, parallel, layout, model_options)
+        self.named: dict[str, torch.nn.Parameter] = {}
+        for chunk in self.modules:
+            self.named.update(stored_parameters(chunk))
+        if trained is not None:
+            self._freeze(trained)
+        self.chunks: list[Any] = [self._wrapped(c, i) for i, c in enumerate(self.modules)]
+        self.graphs = self._layer_graphs()
+        self.optimizer: MegatronOptimizer | None = None
+        self.view: optim.OptimizerView | None = None
+        self.reported: dict[str, float] = {}  # what the loss function reported in the last call
+        self.faulty_rank: int | None = None  # the first whose loss or gradient was not finite
+        self._set_hooks()
+
+    def _freeze(self, trained: Callable[[str], bool]) -> None:
+        """Before the gradient buffers are made, which leave frozen parameters out."""
+        for name, param in self.named.items():
+            param.requires_grad_(trained(name))
+        embedding = getattr(self.modules[0], "embedding", None)
+        if embedding is not None and not any(p.requires_grad for p in embedding.parameters()):
+            # the schedule and full recomputation start a backward at every stage's layers
+            embedding.register_forward_hook(_wants_gradient)
+
+    def _wrapped(self, chunk: torch.nn.Module, index: int) -> torch.nn.Module:
+        """The chunk in megatron's DDP, which owns the gradient buffers."""
+        ddp = import_megatron("distributed")
+        config = ddp.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self.options.overlap,
+            overlap_param_gather=self.options.overlap and self.options.distributed_optimizer,
+            use_distributed_optimizer=self.options.distributed_optimizer,
+            check_for_nan_in_grad=False,  # the step checks, and names what to do
+            bucket_size=self.options.bucket_elements,
+        )
+        return ddp.DistributedDataParallel(self.config, config, chunk, disable_bucketing=index > 0)
+
+    def _layer_graphs(self) -> list[graphs.LayerGraphs]:
+        """What replays each chunk's layers, where that is wanted and possible."""
+        wanted, layout = self.model_options.cuda_graphs, self.layout
+        if self.parallel.device.type != "cuda" or wanted is False:
+            return []
+        reason = graphs.obstacle(self.config, layout, self.options.overlap)
+        if wanted and reason is not None:
+            raise TrainError(f"cuda_graphs: {reason}; turn one of the two off")
+        if reason is not None or (wanted is None and layout.tp * layout.pp == 1):
+            return []
+        under_way = layout.pp - self.parallel.pp_rank
+        return [
+            graphs.LayerGraphs(chunk.decoder.layers, under_way, needed=bool(wanted))
+            for chunk in self.modules
+        ]
+
+    def _set_hooks(self) -> None:
+        """What the schedule calls at the end of a backward pass."""
+        self._finalize = import_megatron("distributed").finalize_model_grads
+        if self.options.overlap:
+            self.config.no_sync_func = [c.no_sync for c in self.chunks]
+            self.config.grad_sync_func = [c.start_grad_sync for c in self.chunks]
+            if self.options.distributed_optimizer:
+                self.config.param_sync_func = [c.start_param_sync for c in self.chunks]
+            for hook in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+                found = getattr(self.config, hook)
+                if isinstance(found, list) and len(found) == 1:
+                    setattr(self.config, hook, found[0])
+
+    def attach_optimizer(
+        self, spec: optim.OptimizerSpec, groups: Sequence[optim.ParamGroup] | None = None
+    ) -> None:
+        """Make the optimizer over this rank's parameters."""
+        chosen = list(groups) if groups is not None else optim.default_groups(self.named, spec)
+        self.optimizer = optim.build(self.chunks, self.named, spec, chosen)
+        self.view = optim.OptimizerView(self.optimizer)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def rank_state(self) -> RankState:
+        """What this rank saves and loads."""
+        p = self.parallel
+        return RankState(
+            model=self.model,
+            mesh=mesh_of(self.model, self.layout),
+            dp=p.dp,
+            dp_rank=p.dp_rank,
+            coord=(("tp", p.tp_rank), ("pp", p.pp_rank)),
+            rank=p.rank,
+            named=self.named,
+            optimizer=self.view,
+            sharded=self.options.distributed_optimizer and p.dp > 1,
+            vocab_multiple=self.model_options.vocab_multiple,
+            control=p.control_group,
+            settle=self.settle,
+        )
+
+    def settle(self) -> None:
+        """Gather the weights that the next forward pass would gather."""
+        if self.options.overlap and self.options.distributed_optimizer:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def facts(self) -> dict[str, object]:
+        """What the model is under the names of Megatron's arguments."""
+        c, model = self.config, self.model
+        rope = self.modules[0].rotary_base if hasattr(self.modules[0], "rotary_base") else None
+        learned = "pos" in model.sizes
+        return {
+            "num_layers": c.num_layers,
+            "hidden_size": c.hidden_size,
+            "ffn_hidden_size": c.ffn_hidden_size,
+            "num_attention_heads": c.num_attention_heads,
+            "num_query_groups": c.num_query_groups,
+            "group_query_attention": c.num_query_groups != c.num_attention_heads,
+            "kv_channels": c.kv_channels,
+            "max_position_embeddings": model.config.get(
+                "max_position_embeddings", model.config.get("n_positions")
+            ),
+            "rotary_base": rope,
+            "rotary_percent": getattr(self.modules[0], "rotary_percent", None),
+            "norm_epsilon": c.layernorm_epsilon,
+            "swiglu": c.gated_linear_unit,
+            "add_bias_linear": c.add_bias_linear,
+            "add_qkv_bias": c.add_qkv_bias,
+            "qk_layernorm": c.qk_layernorm,
+            "normalization": c.normalization,
+            "position_embedding_type": "learned_absolute" if learned else "rope",
+            "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
+            "orig_vocab_size": model.sizes["vocab"],
+            "padded_vocab_size": self.rank_state().placement.sizes["padded_vocab"],
+        }
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        *,
+        forward_only: bool = False,
+        reduce: bool = True,
+        weight: float = 1.0,
+        loss_function: LossFunction | None = None,
+        collect: bool = False,
+    ) -> tuple[float, list[torch.Tensor]]:
+        """The loss of a batch, the same on every rank, and its gradients.
+
+        ``reduce`` sums gradients over the data-parallel ranks: False while more calls of the
+        same step follow. ``weight`` scales gradients, not the loss. With ``collect`` the last
+        stage's logits [b, s, vocab of its tp rank] come back as well.
+        """
+        batches = [self._weighted(batch) for batch in batches]
+        total = self._total(sum(batch["portion"] for batch in batches), forward_only)
+        run = _Run(
+            len(batches) * weight / total, self.options.per_token_loss, loss_function, collect
+        )
+        losses = self._schedule(
+            partial(_forward_step, run), batches, tuple(batches[0]["tokens"].shape),
+            forward_only, reduce,
+        )  # fmt: skip
+        return self._agree_on_loss(losses, total, loss_function is not None), run.logits
+
+    def custom_forward_backward(
+        self,
+        step: ForwardStep,
+        batches: Sequence[Mapping[str, Any]],
+        shape: tuple[int, int],
+        *,
+        forward_only: bool = False,
+        reduce: bool = True,
+        weight: float = 1.0,
+    ) -> float:
+        """The same with a forward step of Megatron's shape, which reads ``batches`` itself.
+
+        The loss is the mean over micro-batches and data-parallel ranks. ``shape`` is [b, s].
+        """
+        count = len(batches) * self.parallel.dp
+        run = partial(_custom_step, step, len(batches) * weight / count)
+        losses = self._schedule(run, batches, shape, forward_only, reduce)
+        return self._agree_on_loss(losses, float(count), custom=True)
+
+    def _schedule(
+        self,
+        step: Callable[..., Any],
+        batches: Sequence[Mapping[str, Any]],
+        shape: tuple[int, ...],
+        forward_only: bool,
+        reduce: bool,
+    ) -> list[Mapping[str, Any]]:
+        """Run megatron-core's schedule; what the last stage's losses returned."""
+        self.config.finalize_model_grads_func = self._finalize if reduce else None
+        schedules = import_megatron("pipeline_parallel.schedules")
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+        if not forward_only:
+            for replayed in self.graphs:
+                replayed.prepare(len(batches))
+        with torch.set_grad_enabled(not forward_only):
+            found: list[Mapping[str, Any]] = schedules.get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=self._iterators(batches),
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(batches),
+                seq_length=shape[1],
+                micro_batch_size=shape[0],
+                forward_only=forward_only,
+            )
+        return found
+
+    def _iterators(self, batches: Sequence[Mapping[str, Any]]) -> Any:
+        moved = [self._on_device(batch) for batch in batches]
+        if len(self.chunks) > 1:
+            return [iter(moved) for _ in self.chunks]
+        return iter(moved)
+
+    def _on_device(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        device = self.parallel.device
+        return {
+            k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v
+            for k, v in batch.items()
+        }
+
+    def _weighted(self, batch: Batch) -> dict[str, Any]:
+        """The batch without positions that do not count, and its portion of the whole loss.
+
+        Its attention mask becomes the one that the model takes, here and not in the schedule,
+        since reading it waits for a GPU that has it.
+        """
+        mask = batch["loss_mask"]
+        for token in self.options.eod_tokens:
+            mask = mask * (batch["tokens"] != token)
+        portion = mask.sum(dtype=torch.float64)
+        if not self.options.per_token_loss:
+            portion = (portion > 0).double()
+        hidden = _hidden_keys(batch.get("attention_mask"))
+        return {**batch, "attention_mask": hidden, "loss_mask": mask, "portion": portion}
+
+    def _total(self, portions: torch.Tensor | int, forward_only: bool) -> float:
+        """The portions of all data-parallel ranks."""
+        total = float(portions)
+        if self.parallel.dp > 1:  # else a GPU need not be waited for
+            box = torch.tensor([total], dtype=torch.float64, device=self.parallel.device)
+            group = import_megatron("parallel_state").get_data_parallel_group()
+            dist.all_reduce(box, group=group)
+            total = float(box.item())
+        if total == 0 and forward_only:
+            return 1.0  # nothing to predict: only logits are wanted
+        if total == 0:
+            raise TrainError("no token of this batch counts toward the loss: every label is masked")
+        return total
+
+    def _agree_on_loss(
+        self, losses: Sequence[Mapping[str, Any]], total: float, custom: bool
+    ) -> float:
+        """Sum the last stage's losses over data-parallel ranks and tell every rank."""
+        state = import_megatron("parallel_state")
+        box = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
+        if self.parallel.is_last_stage:
+            box += sum(loss["sum"].double() for loss in losses)
+        mine = box.clone()
+        if self.parallel.is_last_stage:
+            dist.all_reduce(box, group=state.get_data_parallel_group())
+        if self.parallel.pp > 1:
+            group = state.get_pipeline_model_parallel_group()
+            dist.broadcast(box, dist.get_global_rank(group, self.parallel.pp - 1), group=group)
+        self.reported = self._agree_on_reported(losses, total) if custom else {}
+        agreed = float(box.item())
+        self._note_faults(agreed, mine)
+        return agreed / total
+
+    def _agree_on_reported(
+        self, losses: Sequence[Mapping[str, Any]], total: float
+    ) -> dict[str, float]:
+        """The means of what a custom loss reported, keys and values, on every rank."""
+        state = import_megatron("parallel_state")
+        box: list[dict[str, float]] = [{}]
+        if self.parallel.is_last_stage:
+            names = sorted(losses[0]["reported"])
+            sums = [sum(loss["reported"][name].double() for loss in losses) for name in names]
+            if names:
+                row = torch.stack(sums).to(self.parallel.device)
+                dist.all_reduce(row, group=state.get_data_parallel_group())
+                box = [dict(zip(names, (row / total).tolist(), strict=True))]
+        if self.parallel.pp > 1:
+            group = state.get_pipeline_model_parallel_group()
+            last = dist.get_global_rank(group, self.parallel.pp - 1)
+            dist.broadcast_object_list(box, last, group=group)
+        return box[0]
+
+    def _note_faults(self, agreed: float, *mine: torch.Tensor) -> None:
+        """Where a number that all ranks know is not finite: the first rank that has the fault."""
+        self.faulty_rank = None
+        if math.isfinite(agreed) or not self.options.check_for_nan:
+            return
+        world = self.parallel.world_size
+        bad = not all(bool(torch.isfinite(tensor).all()) for tensor in mine)
+        box = torch.tensor([self.parallel.rank if bad else world])
+        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.parallel.control_group)
+        # finite parts may have an infinite sum: then no rank is to blame
+        self.faulty_rank = int(box.item()) if int(box.item()) < world else None
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What sequence lengths must be a multiple of."""
+        return self.parallel.tp if self.layout.sequence_parallel else 1
+
+    def whole_logits(self, parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+        """Micro-batches' logits as [rows, length, vocab], on every rank of the replica.
+
+        ``parts`` are what ``forward_backward`` collected: empty but on the last stage.
+        """
+        state = import_megatron("parallel_state")
+        found, shape = None, [0, 0, 0]
+        if parts:
+            mine = torch.cat(list(parts))[:, :length].contiguous()
+            every = [torch.empty_like(mine) for _ in range(self.parallel.tp)]
+            dist.all_gather(every, mine, group=state.get_tensor_model_parallel_group())
+            found = torch.cat(every, -1)[..., : self.model.sizes["vocab"]].float().contiguous()
+            shape = list(found.shape)
+        if self.parallel.pp == 1:
+            assert found is not None
+            return found
+        group = state.get_pipeline_model_parallel_group()
+        last = dist.get_global_rank(group, self.parallel.pp - 1)
+        box = torch.tensor(shape, device=self.parallel.device)
+        dist.broadcast(box, last, group=group)
+        if found is None:
+            found = torch.empty(box.tolist(), device=self.parallel.device)
+        dist.broadcast(found, last, group=group)
+        return found
+
+    def step(self) -> StepResult:
+        """Clip, step, and hand the new weights to the model."""
+        assert self.optimizer is not None, "attach_optimizer first"
+        done, norm, _ = self.optimizer.step()
+        norm = float(norm) if norm is not None else float(self.optimizer.get_grad_norm())
+        trained: list[Any] = [p for p in self.named.values() if p.requires_grad]
+        self._note_faults(norm, *(param.main_grad for param in trained))
+        return StepResult(norm, not done)
+
+    def params_norm(self) -> float:
+        """The L2 norm of all weights, each counted once."""
+        self.settle()
+        shared = import_megatron("transformer.module").param_is_not_shared
+        single = import_megatron("tensor_parallel").param_is_not_tensor_parallel_duplicate
+        box = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
+        for param in self.named.values():
+            if shared(param) and single(param):
+                box += param.detach().double().square().sum()
+        state = import_megatron("parallel_state")
+        dist.all_reduce(box, group=state.get_model_parallel_group())
+        return math.sqrt(float(box.item()))
+
+
+def mesh_of(model: Model, layout: Layout) -> Mesh:
+    """The mesh of a layout, with the layers that each stage owns."""
+    owned = layout.owned(model.sizes["layer"])
+    return Mesh((("tp", layout.tp), ("pp", layout.pp)), {"pp": owned})
+
+
+def _wants_gradient(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call of the schedule."""
+
+    scale: float  # of the loss that is differentiated
+    per_token: bool
+    loss_function: LossFunction | None
+    collect: bool
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+def _forward_step(
+    run: _Run, batches: Iterator[Batch], chunk: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    """megatron's forward step: the output of a stage, and how to reduce it to a loss."""
+    batch = next(batches)
+    output = chunk(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=None if run.collect else batch["labels"],
+    )
+    return output, partial(_loss, run, batch)
+
+
+def _hidden_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Either form of an attention mask as the model takes it."""
+    return mask.bool() if mask is not None and mask.dim() == 4 else padding_mask(mask)
+
+
+def _loss(run: _Run, batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The scaled loss to differentiate, and what to report: sums weighted by the portion.
+
+    output: [b, s] losses, or [b, s, v] logits of this tp rank where they are collected.
+    """
+    losses, given = output, output
+    if run.collect:
+        run.logits.append(output.detach())
+        entropy = import_megatron("tensor_parallel").vocab_parallel_cross_entropy
+        labels = batch["labels"].transpose(0, 1).contiguous()
+        losses = entropy(output.float().transpose(0, 1).contiguous(), labels).transpose(0, 1)
+        given = (losses, output)  # type: ignore[assignment]
+    mask, portion = batch["loss_mask"], batch["portion"]
+    if run.loss_function is not None:
+        return _custom_loss(run, mask, portion, losses, given)
+    total = (losses.float() * mask).sum()
+    if not run.per_token:
+        total = total / mask.sum().clamp_min(1e-6)
+    return total * run.scale, {"sum": total.detach()}
+
+
+def _custom_loss(
+    run: _Run, mask: torch.Tensor, portion: torch.Tensor, losses: torch.Tensor, given: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The user's loss of a micro-batch, which counts as much as its portion says."""
+    assert run.loss_function is not None
+    loss, reported = _two(run.loss_function(mask, given), "custom_loss_function")
+    if not bool(portion > 0):  # a mean over nothing
+        loss, reported = losses.sum() * 0.0, {k: v * 0.0 for k, v in reported.items()}
+    weighed = {k: v.detach() * portion for k, v in reported.items()}
+    total = loss * portion.to(loss.dtype)
+    return total * run.scale, {"sum": total.detach(), "reported": weighed}
+
+
+def _custom_step(
+    step: ForwardStep, scale: float, batches: Iterator[Any], chunk: torch.nn.Module
+) -> tuple[Any, Callable[[Any], Any]]:
+    """A user's forward step, its loss scaled."""
+    output, function = step(batches, chunk)
+
+    def loss(output: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        loss, reported = _two(function(output), "custom_train_step_class: its loss function")
+        plain = {k: v.detach() for k, v in reported.items()}
+        return loss * scale, {"sum": loss.detach(), "reported": plain}
+
+    return output, loss
+
+
+def described(value: object) -> str:
+    """What a function returned instead of what it should, without the numbers."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(described, value))})"
+    return f"a {type(value).__name__}"
+
+
+def _two(returned: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, scalars to report) of a user's function; TrainError for anything else."""
+    ok = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+    if not ok or not isinstance(returned[0], torch.Tensor) or returned[0].dim():
+        raise TrainError(f"{name} must return (a scalar tensor, a dict), not {described(returned)}")
+    reported = {k: torch.as_tensor(v) for k, v in returned[1].items() if k != "logits"}
+    for key, value in reported.items():
+        if value.dim():
+            raise TrainError(
+                f"{name} reports {key} of shape {tuple(value.shape)}; only scalars are reported "
+                "(return_logits=True gives logits)"
+            )
+    return returned[0], reported

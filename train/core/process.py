@@ -1,0 +1,291 @@
+"""Which process this is: torch.distributed, megatron-core's groups, and random numbers.
+
+``Layout`` says how a model is split and which layers each pipeline stage owns; it is pure.
+``initialize`` makes this process one rank of that layout, on a GPU with NCCL or on CPU with
+gloo, under torchrun or alone. Ranks are numbered as megatron numbers them: tp fastest, then
+data-parallel, then pp.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardwright.ckpt.model.mesh import split_by_counts, split_evenly
+
+from ..errors import TrainError
+
+_PER_STAGE = 100  # megatron's distance between the seeds of two pipeline stages
+_made_world = False  # whether `initialize` started torch.distributed, so that `shutdown` ends it
+_control: dist.ProcessGroup | None = None  # that of the rank that this process is
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is split; what the world has beyond tp x pp is data parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False  # norms and dropout on 1/tp of the sequence
+    pp_layers: tuple[int, ...] | None = None  # layers of each stage; None splits evenly
+    virtual_pp_layers: int | None = None  # layers per virtual stage; None: no interleaving
+
+    def __post_init__(self) -> None:
+        for axis, size in (("tp", self.tp), ("pp", self.pp)):
+            if size < 1:
+                raise TrainError(f"{axis}={size}: must be at least 1")
+        if self.sequence_parallel and self.tp == 1:
+            raise TrainError(
+                "sequence parallelism splits the sequence over the tp ranks, and tp is 1; turn it "
+                "off or raise tp"
+            )
+        if self.pp_layers is not None and len(self.pp_layers) != self.pp:
+            raise TrainError(
+                f"the layers of {len(self.pp_layers)} stages are named ({self._named()}), and pp "
+                f"is {self.pp}"
+            )
+        if self.virtual_pp_layers is not None:
+            self._check_virtual(self.virtual_pp_layers)
+
+    def _named(self) -> str:
+        return ",".join(map(str, self.pp_layers or ()))
+
+    def _check_virtual(self, layers: int) -> None:
+        if layers < 1:
+            raise TrainError(f"{layers} layers per virtual stage: must be at least 1")
+        if self.pp == 1:
+            raise TrainError(
+                f"{layers} layers per virtual stage interleave pipeline stages, and pp is 1"
+            )
+        if self.pp_layers is not None:
+            raise TrainError(
+                f"stages of {self._named()} layers and virtual stages of {layers} layers exclude "
+                "each other: virtual stages are all alike"
+            )
+
+    def data_parallel(self, world_size: int) -> int:
+        """Replicas in a world of ``world_size`` ranks; TrainError where it does not divide."""
+        ranks = self.tp * self.pp
+        if world_size % ranks:
+            raise TrainError(
+                f"{world_size} processes do not divide into replicas of tp={self.tp} x "
+                f"pp={self.pp} = {ranks} ranks; start a multiple of {ranks}"
+            )
+        return world_size // ranks
+
+    def chunks(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
+        """The layers of every virtual stage: ``chunks(n)[pp_rank][virtual_stage]``, 0-based.
+
+        Without interleaving each pipeline rank has one chunk. TrainError or CheckpointError
+        where ``num_layers`` cannot be split so.
+        """
+        if self.virtual_pp_layers is None:
+            stages = (
+                split_by_counts(num_layers, self.pp_layers)
+                if self.pp_layers is not None
+                else split_evenly(num_layers, self.pp)
+            )
+            return tuple((range(s[0], s[-1] + 1) if s else range(0),) for s in stages)
+        size, width = self.virtual_pp_layers, self.pp * self.virtual_pp_layers
+        if num_layers % width:
+            raise TrainError(
+                f"{num_layers} layers do not divide over pp={self.pp} with {size} layers per "
+                f"virtual stage, which takes multiples of {width}"
+            )
+        return tuple(
+            tuple(range(at, at + size) for at in range(p * size, num_layers, width))
+            for p in range(self.pp)
+        )
+
+    def owned(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """The layers of each pipeline rank, as ``ckpt.mesh.Mesh.owned["pp"]`` holds them."""
+        return tuple(tuple(i for chunk in rank for i in chunk) for rank in self.chunks(num_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """What this process is."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    local_rank: int  # among the ranks of this host
+    tp: int  # sizes of the axes
+    pp: int
+    dp: int
+    tp_rank: int  # this process's place along them
+    pp_rank: int
+    dp_rank: int
+    # Every rank, over gloo, for small control messages; never used by the training step itself.
+    control_group: dist.ProcessGroup = field(repr=False, compare=False)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer, and so the loss."""
+        return self.pp_rank == self.pp - 1
+
+
+@functools.cache
+def import_megatron(name: str) -> ModuleType:
+    """A module of megatron-core, without its warnings that Apex is absent.
+
+    On CPU the redirections of ``cpu.py`` must be in place: call ``initialize`` first.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(f"megatron.core.{name}")
+
+
+def _need_megatron() -> None:
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise TrainError(
+            "training needs megatron-core; install it with: pip install 'shardwright[train]'"
+        )
+
+
+def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parallel:
+    """Make this process one rank of ``layout``; every rank calls it.
+
+    Ranks come from torchrun's environment, and without it the world is this process alone. A
+    process group that exists already is used, and left by ``shutdown``. ``timeout_s`` bounds
+    each collective, in seconds. TrainError where the world does not fit the layout.
+    """
+    global _control
+    _need_megatron()
+    world_size = _world_size()
+    dp = layout.data_parallel(world_size)
+    local_rank = _environment("LOCAL_RANK", 0)
+    if layout.tp > 1:  # megatron overlaps by the order of launches, which this setting keeps
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    device = _device(local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    _join_world(device, timeout)
+    # megatron calls collectives by names that newer torch is about to replace, in every layer
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    # its distributed optimizer asks parts of parameters for gradients that they do not have
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+    state = import_megatron("parallel_state")
+    if state.model_parallel_is_initialized():
+        raise TrainError("this process is a rank of a layout already; call shutdown() first")
+    state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        # copies of the data-parallel groups, for a way to save that is not ours
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
+    _control = dist.new_group(backend="gloo", timeout=timeout)
+    pp_rank = state.get_pipeline_model_parallel_rank()
+    _seed_everything(seed + _PER_STAGE * pp_rank)
+    return Parallel(
+        device=device,
+        rank=dist.get_rank(),
+        world_size=world_size,
+        local_rank=local_rank,
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=dp,
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        pp_rank=pp_rank,
+        dp_rank=state.get_data_parallel_rank(),
+        control_group=_control,
+    )
+
+
+def shutdown() -> None:
+    """Leave the layout, and the world where ``initialize`` made it; every rank calls it."""
+    from ..patches import graphs  # which needs this module
+
+    global _made_world, _control
+    state = import_megatron("parallel_state")
+    graphs.release()
+    # megatron forgets its groups without closing them, and each keeps sockets and threads
+    groups = [*(state._global_process_group_list or ()), _control]
+    state.destroy_model_parallel()
+    gc.collect()  # a model that is gone but not collected still holds its groups, threads and all
+    if _made_world and dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        for group in groups:
+            if group is not None:
+                dist.destroy_process_group(group)
+    _made_world, _control = False, None
+
+
+def _world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return _environment("WORLD_SIZE", 1) if "RANK" in os.environ else 1
+
+
+def _environment(name: str, default: int) -> int:
+    """A whole number of torchrun's environment."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise TrainError(f"{name}={text} in the environment is not a whole number") from None
+
+
+def _device(local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU with megatron redirected to it."""
+    if not torch.cuda.is_available():
+        from ..patches import cpu
+
+        cpu.install()
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise TrainError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are "
+            "visible; start one process per GPU"
+        )
+    torch.cuda.set_device(local_rank)
+    from ..patches import fusions
+
+    fusions.install()
+    return torch.device("cuda", local_rank)
+
+
+def _join_world(device: torch.device, timeout: timedelta) -> None:
+    """Start torch.distributed unless it runs: with torchrun's ranks, or alone."""
+    global _made_world
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # alone: a store in this process needs no port
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    _made_world = True
+
+
+def _seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's generators, and megatron's tracker.
+
+    Data-parallel ranks get the same seed, so that they initialize the same weights; tensor-
+    parallel ranks differ only inside megatron's tracker.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    import_megatron("tensor_parallel.random").model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,545 @@
+"""Which layouts of a run are valid, which is best, and why; the guide's table of sizes.
+
+A layout is valid under the product's own rules: heads and vocabulary divide over tp, layers over
+stages, the batch over data-parallel ranks and micro-batches, and tensor-parallel ranks share a
+machine. Whatever is invalid is left out with its reason, for the case that nothing is left.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.ckpt.checkpoint.config import load_model, model_from
+from shardwright.ckpt.errors import CheckpointError
+from shardwright.ckpt.model.family import Model
+
+from ..doctor.findings import balanced
+from ..errors import TrainError
+from . import estimate
+from .estimate import GIB, Cluster, Memory, Plan, Shape, Time, Weights
+from .hardware import find
+
+MICRO = (1, 2, 4, 8, 16)  # micro-batch sizes that are tried
+CHUNKS = (1, 2, 3, 4, 5, 6, 8)  # chunks of a stage that are tried
+ALIKE = 1.05  # the estimate's own error: times this near are no reason against a simpler layout
+
+
+def _llama(h: int, layers: int, heads: int, groups: int, f: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": h, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": f,
+        "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def _gpt(h: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads,
+        "vocab_size": 50257, "n_positions": 2048, "resid_pdrop": 0.0,
+    }  # fmt: skip
+
+
+# --params -> (whose shape it is, a config)
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "7B": ("Llama 2 7B", _llama(4096, 32, 32, 32, 11008)),
+    "13B": ("Llama 2 13B", _llama(5120, 40, 40, 40, 13824)),
+    "20B": ("a GPT of GPT-NeoX-20B's sizes", _gpt(6144, 44, 64)),
+    "40B": ("Megatron's GPT of 39.1B", _gpt(8192, 48, 64)),
+    "70B": ("Llama 2 70B", _llama(8192, 80, 64, 8, 28672)),
+    "175B": ("GPT-3 175B", _gpt(12288, 96, 96)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for; None leaves a choice to the planner."""
+
+    cluster: Cluster
+    seq: int = 2048
+    global_batch: int = 512
+    recompute: str | None = None
+    optimizer: str = "adamw"
+    distributed: bool = True  # where there are data-parallel ranks
+    tp: int | None = None
+    pp: int | None = None
+    micro: int | None = None
+    sequence_parallel: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A valid layout with its estimates."""
+
+    plan: Plan
+    stage: int  # that needs the most memory
+    memory: Memory  # of that stage
+    time: Time
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Sorts alike layouts: less recomputation, fewer ways of splitting."""
+        p = self.plan
+        return (p.recompute == "full", p.pp, p.tp, p.chunks, p.sequence_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All valid layouts."""
+
+    shape: Shape
+    parameters: int
+    request: Request
+    fitting: tuple[Candidate, ...]  # the best first
+    over: tuple[Candidate, ...]  # those that need more memory than there is, the least first
+
+    @property
+    def best(self) -> Candidate:
+        """The first that fits."""
+        return self.fitting[0]
+
+
+# --- the model ---------------------------------------------------------------------------------
+
+
+def read_model(path: str | None, params: str | None) -> tuple[Model, str]:
+    """The model and what it is called, from a folder or config.json, or a size of ``SHAPES``."""
+    if (path is None) == (params is None):
+        both = f"--model {path} and --params {params}: say one of them" if path else None
+        raise TrainError(both or "say what is trained: --model HF_DIR_OR_CONFIG or --params 7B")
+    if path is not None:
+        file = Path(path)
+        return load_model(file / "config.json" if file.is_dir() else file), path
+    assert params is not None
+    key = params.upper()
+    if key not in SHAPES:
+        raise TrainError(
+            f"--params {params}: shapes are known for {', '.join(SHAPES)}; for any other give "
+            "--model with a config.json"
+        )
+    name, config = SHAPES[key]
+    return model_from(config, name), f"{key}, taken as {name}"
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+def check(request: Request, model: Model) -> None:
+    """TrainError for numbers that no layout can satisfy."""
+    cluster, batch = request.cluster, request.global_batch
+    for flag, value in (
+        ("--gpus", cluster.gpus), ("--gpus-per-node", cluster.per_node),
+        ("--seq-length", request.seq), ("--global-batch-size", batch),
+        ("--tp", request.tp), ("--pp", request.pp), ("--micro-batch-size", request.micro),
+    ):  # fmt: skip
+        if value is not None and value < 1:
+            raise TrainError(f"{flag} {value}: must be at least 1")
+    if cluster.gpus > cluster.per_node and cluster.gpus % cluster.per_node:
+        low = cluster.gpus // cluster.per_node * cluster.per_node
+        raise TrainError(
+            f"--gpus {cluster.gpus} does not divide over machines of --gpus-per-node "
+            f"{cluster.per_node}; {low} or {low + cluster.per_node} would"
+        )
+    ranks = (request.tp or 1) * (request.pp or 1)
+    if cluster.gpus % ranks:
+        raise TrainError(
+            f"--gpus {cluster.gpus} does not divide over tp x pp = {request.tp or 1} x "
+            f"{request.pp or 1} = {ranks}; {max(cluster.gpus // ranks, 1) * ranks} would"
+        )
+    positions = model.sizes.get("pos") or model.config.get("max_position_embeddings")
+    if isinstance(positions, int) and request.seq > positions:
+        raise TrainError(
+            f"--seq-length {request.seq} is longer than the model's {positions} positions"
+        )
+    if request.tp == 1 and request.sequence_parallel:
+        raise TrainError("--sequence-parallel splits over tp ranks, but --tp is 1; drop one")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def layouts(shape: Shape, weights: dict[int, Weights], request: Request) -> Iterator[Plan]:
+    """Every valid layout; ``weights`` has the tp that can split the model."""
+    cluster = request.cluster
+    node = min(cluster.per_node, cluster.gpus)
+    for tp in weights:
+        if node % tp or cluster.gpus % tp:
+            continue
+        for pp in _divisors(cluster.gpus // tp):
+            if pp > shape.layers or request.pp not in (None, pp):
+                continue
+            stages = _uneven(shape, weights[tp], pp)
+            if shape.layers % pp and stages is None:
+                continue
+            dp = cluster.gpus // tp // pp
+            base = Plan(
+                tp, pp, dp, stages=stages, seq=request.seq, optimizer=request.optimizer,
+                distributed=request.distributed and dp > 1 and request.optimizer != "sgd",
+            )  # fmt: skip
+            yield from _batches(shape, base, request)
+
+
+def _uneven(shape: Shape, weights: Weights, pp: int) -> tuple[int, ...] | None:
+    """Stages where layers do not divide: all alike but the last, which the YAML can say."""
+    if shape.layers % pp == 0 or pp == 1:
+        return None
+    best = balanced(shape.layers, pp, weights.head / weights.layer)
+    return best if len(set(best[:-1])) == 1 and best[-1] > 0 else None
+
+
+def _batches(shape: Shape, base: Plan, request: Request) -> Iterator[Plan]:
+    if request.global_batch % base.dp:
+        return
+    share = request.global_batch // base.dp
+    modes = ("none", "full") if request.recompute is None else (request.recompute,)
+    sequence: tuple[bool, ...] = (
+        (False, True) if base.tp > 1 and request.seq % base.tp == 0 else (False,)
+    )
+    if request.sequence_parallel is not None:
+        sequence = tuple(s for s in sequence if s == request.sequence_parallel or base.tp == 1)
+    for micro in (request.micro,) if request.micro else MICRO:
+        if share % micro:
+            continue
+        for chunks in CHUNKS:
+            if chunks > 1 and not _interleaves(shape, base, share // micro, chunks):
+                continue
+            for parallel in sequence:
+                for mode in modes:
+                    yield replace(
+                        base, micro=micro, count=share // micro, chunks=chunks,
+                        sequence_parallel=parallel, recompute=mode,
+                    )  # fmt: skip
+
+
+def _interleaves(shape: Shape, base: Plan, count: int, chunks: int) -> bool:
+    width = base.pp * chunks
+    return base.pp > 1 and base.stages is None and shape.layers % width == 0 \
+        and count % base.pp == 0  # fmt: skip
+
+
+def search(model: Model, name: str, request: Request) -> Result:
+    """Every valid layout with its estimates; TrainError where there is none."""
+    check(request, model)
+    shape = estimate.shape_of(model, name)
+    node = min(request.cluster.per_node, request.cluster.gpus)
+    weights: dict[int, Weights] = {}
+    reasons = []
+    for tp in [request.tp] if request.tp else _divisors(node):
+        if node % tp:
+            raise TrainError(
+                f"--tp {tp} does not divide a machine's {node} GPUs; tensor parallelism may not "
+                f"cross machines, choose {', '.join(map(str, _divisors(node)))}"
+            )
+        try:
+            if shape.heads % tp:
+                raise CheckpointError(f"{shape.heads} query heads do not divide over tp={tp}")
+            weights[tp] = estimate.weights_of(model, tp)
+        except CheckpointError as error:
+            reasons.append(" ".join(str(error).split()))
+    whole = estimate.parameters(
+        shape, weights[1] if 1 in weights else estimate.weights_of(model, 1)
+    )
+    found = []
+    for plan in layouts(shape, weights, request):
+        stage, need = estimate.worst(shape, weights[plan.tp], plan)
+        took = estimate.time(shape, weights[plan.tp], plan, request.cluster)
+        found.append(Candidate(plan, stage, need, took))
+    if not found:
+        raise TrainError(_no_layout(shape, request, reasons))
+    room = request.cluster.gpu.memory
+    fitting = [c for c in found if c.memory.total <= room]
+    over = sorted((c for c in found if c.memory.total > room), key=lambda c: c.memory.total)
+    return Result(shape, whole, request, tuple(_ranked(fitting)), tuple(over))
+
+
+def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
+    """By time; among those that are as fast as the fastest the simplest is first."""
+    ordered = sorted(found, key=lambda c: (c.time.step, c.complexity))
+    if not ordered:
+        return []
+    alike = [c for c in ordered if c.time.step <= ALIKE * ordered[0].time.step]
+    first = min(alike, key=lambda c: (c.complexity, c.time.step))
+    return [first, *(c for c in ordered if c is not first)]
+
+
+def _no_layout(shape: Shape, request: Request, reasons: Sequence[str]) -> str:
+    if reasons and request.tp:
+        return f"no layout: {reasons[0]}"
+    cluster = request.cluster
+    if request.pp and (request.pp > shape.layers or shape.layers % request.pp):
+        near = max((n for n in _divisors(shape.layers) if n <= request.pp), default=1)
+        return f"no layout: {shape.layers} layers do not divide over --pp {request.pp}; " \
+               f"{near} would"  # fmt: skip
+    dp = cluster.gpus // ((request.tp or 1) * (request.pp or 1))
+    unit = dp * (request.micro or 1)
+    up = -(-request.global_batch // unit) * unit
+    return (
+        f"no layout: --global-batch-size {request.global_batch} does not divide over {dp} "
+        f"data-parallel ranks x micro-batch {request.micro or 1} = {unit}; {up} would"
+    )
+
+
+def does_not_fit(result: Result, model: Model, name: str) -> str:
+    """By how much the smallest layout is too large, and what would fit."""
+    least, cluster = result.over[0], result.request.cluster
+    need, room = least.memory.total, cluster.gpu.memory
+    ways = []
+    request = result.request
+    if request.recompute != "full" and request.recompute is not None:
+        ways.append("--recompute full")
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = replace(cluster, gpus=cluster.gpus * factor,
+                       per_node=max(cluster.per_node, min(cluster.gpus * factor, 8)))  # fmt: skip
+        if request.global_batch % factor:
+            break
+        try:
+            found = search(model, name, replace(request, cluster=more, tp=None, pp=None))
+        except (TrainError, CheckpointError):
+            continue
+        if found.fitting:
+            ways.append(f"{more.gpus} such GPUs ({found.best.plan.short})")
+            break
+    ways.append(f"GPUs of {-(-int(need) // GIB)} GiB")
+    return (
+        f"{result.shape.name} ({result.parameters / 1e9:.1f}B) does not fit on {cluster.gpus} x "
+        f"{cluster.gpu.name}: the smallest layout, {least.plan.short}, needs {need / GIB:.1f} GiB "
+        f"per GPU of {room / GIB:.1f}, {(need - room) / GIB:.1f} too many; it would fit with "
+        f"{', or '.join(ways)}"
+    )
+
+
+# --- words -------------------------------------------------------------------------------------
+
+
+def explain(result: Result) -> str:
+    """Three sentences: what fits, what it costs, what the next best lacks."""
+    best, cluster = result.best, result.request.cluster
+    p, t = best.plan, best.time
+    room = cluster.gpu.memory
+    parts = sorted(best.memory.parts().items(), key=lambda part: -part[1])
+    most = " and ".join(f"{name} {value / GIB:.1f}" for name, value in parts[:2])
+    first = (
+        f"{p.short} needs {best.memory.total / GIB:.1f} of {room / GIB:.1f} GiB on its fullest "
+        f"GPU (stage {best.stage + 1} of {p.pp}), mostly {most} GiB."
+    )
+    moved = ", ".join(f"{v / 1e9:.1f} GB over {k}" for k, v in t.volume.items())
+    bubble = (
+        f"stages wait {t.bubble:.0%} of the time" if p.pp > 1 else "there is no pipeline bubble"
+    )
+    second = (
+        f"A step takes about {t.step:.3g} s: {p.count} micro-batches of {p.micro}, {bubble}, and "
+        f"each GPU sends {moved or 'nothing'}."
+    )
+    return f"{first} {second} {_against(result)}"
+
+
+def _against(result: Result) -> str:
+    best = result.best.plan
+    other = next((c for c in result.fitting if (c.plan.tp, c.plan.pp) != (best.tp, best.pp)), None)
+    fits = {(c.plan.tp, c.plan.pp) for c in result.fitting if c.plan.recompute != "full"}
+    simpler = next(
+        (
+            c
+            for c in result.over
+            if c.plan.tp * c.plan.pp < best.tp * best.pp
+            and c.plan.recompute == best.recompute
+            and (c.plan.tp, c.plan.pp) not in fits
+        ),
+        None,
+    )
+    said = []
+    if simpler is not None:
+        over = simpler.memory.total - result.request.cluster.gpu.memory
+        said.append(
+            f"with less splitting {simpler.plan.short} comes nearest to fitting, "
+            f"{over / GIB:.1f} GiB too large"
+        )
+    if other is not None:
+        ratio = other.time.step / result.best.time.step - 1
+        slower = "as fast" if abs(ratio) < 0.005 else f"{abs(ratio):.0%} " + (
+            "slower" if ratio > 0 else "faster but more complicated"
+        )  # fmt: skip
+        said.append(f"the next split, {other.plan.short}, is {slower}")
+    text = ", and ".join(said) or "no other split fits"
+    return text[0].upper() + text[1:] + "."
+
+
+def table(result: Result, count: int) -> list[str]:
+    """The best layouts, one a line; the best of each (tp, pp) with the same recomputation."""
+    head = f"{'layout':<38} {'GiB':>6} {'alloc.':>6} {'bubble':>6} {'step s':>8}  sent per GPU"
+    lines = [head]
+    for c in distinct(result, count):
+        sent = ", ".join(f"{v / 1e9:.3g} GB {k}" for k, v in c.time.volume.items()) or "-"
+        lines.append(
+            f"{c.plan.short:<38} {c.memory.total / GIB:>6.1f} {c.memory.allocated / GIB:>6.1f} "
+            f"{c.time.bubble:>6.1%} {c.time.step:>8.3g}  {sent}"
+        )
+    return lines
+
+
+def distinct(result: Result, count: int) -> list[Candidate]:
+    """The best of each split, so that micro-batch sizes do not crowd out other layouts."""
+    seen: dict[tuple[int, int, str], Candidate] = {}
+    for c in result.fitting:
+        seen.setdefault((c.plan.tp, c.plan.pp, c.plan.recompute), c)
+    return list(seen.values())[:count]
+
+
+# --- what to run -------------------------------------------------------------------------------
+
+
+def commands(result: Result, path: str | None) -> list[str]:
+    """The ``train-ckpt`` line of the best layout, and the ``reshard`` line to get there."""
+    p, cluster = result.best.plan, result.request.cluster
+    source = shlex.quote(path or "MODEL")
+    words = ["train-ckpt", "--model", source, "--data", "DATA.txt"]
+    words += ["--tp", str(p.tp), "--pp", str(p.pp)]
+    if p.stages:
+        words += ["--pp-layers", ",".join(map(str, p.stages))]
+    if p.chunks > 1:
+        words += ["--virtual-pp-layers", str(result.shape.layers // p.pp // p.chunks)]
+    words += ["--sequence-parallel"] * p.sequence_parallel
+    words += ["--distributed-optimizer"] * p.distributed
+    words += ["--recompute", p.recompute] if p.recompute != "none" else []
+    words += ["--optimizer", p.optimizer] if p.optimizer != "adamw" else []
+    words += ["--nproc", str(cluster.gpus // cluster.nodes)]
+    if cluster.nodes > 1:
+        words += ["--num-machines", str(cluster.nodes), "--machine-rank", "RANK",
+                  "--main-process-ip", "ADDRESS", "--main-process-port", "29500"]  # fmt: skip
+    words += [
+        "--seq-length", str(p.seq), "--micro-batch-size", str(p.micro), "--global-batch-size",
+        str(result.request.global_batch), "--precision", "bf16", *_REST,
+    ]  # fmt: skip
+    shard = ["reshard", source, "--tp", str(p.tp), "--pp", str(p.pp)]
+    shard += ["--pp-layers", ",".join(map(str, p.stages))] if p.stages else []
+    return [" ".join(words), " ".join(shard)]
+
+
+_REST = ("--steps", "1000", "--save-dir", "run")  # what no plan says
+
+
+def beside_file(result: Result, path: str | None, file: str) -> list[str]:
+    """How to use the YAML in ``file``, which has no key for the micro-batch size; lines."""
+    p = result.best.plan
+    words = ["train-ckpt", "--config", shlex.quote(file), "--model", shlex.quote(path or "MODEL"),
+             "--data", "DATA.txt", "--micro-batch-size", str(p.micro)]  # fmt: skip
+    words += ["--machine-rank", "RANK"] if result.request.cluster.nodes > 1 else []
+    words += ["--optimizer", p.optimizer] if p.optimizer != "adamw" else []
+    return [
+        f"Accelerate's form has no key for the micro-batch size, which is {p.micro}: say it beside "
+        "the file,",
+        "  " + " ".join([*words, *_REST]),
+        f"or in a script as DataLoader(..., batch_size={p.micro}).",
+    ]
+
+
+def answers(result: Result) -> dict[str, Any]:
+    """The best layout as answers of ``train-ckpt config``; see ``questions.py``."""
+    p, cluster = result.best.plan, result.request.cluster
+    found: dict[str, Any] = {
+        "num_machines": cluster.nodes,
+        "num_processes": cluster.gpus,
+        "tp_degree": p.tp,
+        "pp_degree": p.pp,
+        "num_micro_batches": p.count,
+        "recompute": p.recompute,
+        "use_distributed_optimizer": p.distributed,
+        "mixed_precision": "bf16",
+        "seq_length": p.seq,
+    }
+    if p.tp > 1:
+        found["sequence_parallelism"] = p.sequence_parallel
+    if p.recompute == "full":
+        found |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if p.stages:
+        found["decoder_last_pipeline_num_layers"] = p.stages[-1]
+    if p.chunks > 1:
+        found["num_layers_per_virtual_pipeline_stage"] = result.shape.layers // p.pp // p.chunks
+    if cluster.nodes > 1:
+        found |= {"main_process_ip": "ADDRESS", "main_process_port": 29500, "machine_rank": 0}
+    return found
+
+
+def as_json(result: Result, path: str | None, count: int) -> dict[str, Any]:
+    """The result as plain values; bytes, seconds, shares."""
+    return {
+        "model": {"name": result.shape.name, "parameters": result.parameters},
+        "gpu": result.request.cluster.gpu.name,
+        "gpu_memory": result.request.cluster.gpu.memory,
+        "explanation": explain(result),
+        "commands": commands(result, path),
+        "layouts": [_row(c) for c in distinct(result, count)],
+        "fitting": len(result.fitting),
+        "too_large": len(result.over),
+    }
+
+
+def _row(c: Candidate) -> dict[str, Any]:
+    p = c.plan
+    return {
+        "tp": p.tp, "pp": p.pp, "vpp": p.chunks, "ep": 1, "dp": p.dp, "pp_layers": p.stages,
+        "micro_batch_size": p.micro, "num_micro_batches": p.count,
+        "sequence_parallel": p.sequence_parallel, "distributed_optimizer": p.distributed,
+        "recompute": p.recompute, "fullest_stage": c.stage, "memory": c.memory.parts(),
+        "memory_allocated": c.memory.allocated, "memory_total": c.memory.total,
+        "bubble": c.time.bubble, "step_seconds": c.time.step, "sent_bytes": dict(c.time.volume),
+    }  # fmt: skip
+
+
+# --- the guide's table -------------------------------------------------------------------------
+
+# size, GPUs, (tp, pp, dp): bf16, sequences of 2048, A100 of 80 GB, machines of 8
+GUIDE: tuple[tuple[str, int, tuple[int, int, int]], ...] = (
+    ("7B", 8, (1, 1, 8)),
+    ("13B", 8, (2, 1, 4)),
+    ("20B", 16, (4, 1, 4)),
+    ("40B", 32, (4, 2, 4)),
+    ("70B", 64, (8, 2, 4)),
+    ("175B", 128, (8, 4, 4)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GuideRow:
+    """A line of the guide's table beside what is found here."""
+
+    size: str
+    gpus: int
+    guide: Candidate  # the guide's split with the best micro-batch
+    fits: bool
+    best: Candidate
+
+
+def guide(global_batch: int = 512, seq: int = 2048) -> list[GuideRow]:
+    """The guide's table: its layouts with their best micro-batch, and the planner's own."""
+    rows = []
+    for size, gpus, (tp, pp, dp) in GUIDE:
+        model, name = read_model(None, size)
+        assert tp * pp * dp == gpus
+        request = Request(Cluster(find("A100-80GB"), gpus), seq, global_batch)
+        free = search(model, name, request)
+        fixed = search(model, name, replace(request, tp=tp, pp=pp))
+        chosen = fixed.fitting or fixed.over
+        rows.append(GuideRow(size, gpus, chosen[0], bool(fixed.fitting), free.best))
+    return rows
+
+
+def guide_lines(rows: Sequence[GuideRow]) -> list[str]:
+    """The table as Markdown."""
+    lines = [
+        "| model | GPUs | the guide's layout | GiB | step s | found here | GiB | step s | gain |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        a, b = row.guide, row.best
+        fits = "" if row.fits else " (too large)"
+        lines.append(
+            f"| {row.size} | {row.gpus} | {a.plan.short}{fits} | {a.memory.total / GIB:.1f} "
+            f"| {a.time.step:.3g} | {b.plan.short} | {b.memory.total / GIB:.1f} "
+            f"| {b.time.step:.3g} | {a.time.step / b.time.step - 1:.0%} |"
+        )
+    return lines

@@ -1,0 +1,172 @@
+"""What a run says of itself: metrics.jsonl, a progress bar, TensorBoard events, a loss curve."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.ckpt.model.family import Model, logical_shapes
+
+METRICS = "metrics.jsonl"
+CURVE = "loss.png"
+_BAR = "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+
+def flops_per_token(model: Model, seq_length: int) -> float:
+    """Floating-point operations of a training step per token, without recomputation.
+
+    6 x (parameters of layers and head) + 6 x layers x hidden x sequence: a multiply and an add
+    per weight, forward and twice backward, and causal attention's two products.
+    """
+    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
+    vocab, hidden = model.sizes["vocab"], model.sizes["h"]
+    layers = sum(_count(shape) for shape in shapes.values() if shape[0] != vocab)
+    positions = model.sizes.get("pos", 0) * hidden
+    weights = layers - positions + vocab * hidden  # the head, tied or not
+    return 6.0 * weights + 6.0 * model.sizes["layer"] * hidden * seq_length
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process held: on its GPU, else resident in memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Metrics:
+    """One row per step; only the ranks that are told to write anything do."""
+
+    def __init__(
+        self,
+        save_dir: Path | None,
+        *,
+        writes: bool,
+        bar: bool,
+        steps: int,
+        done: int,
+        tensorboard_dir: str | None = None,
+    ) -> None:
+        self._file: Any = None
+        self._board: Any = None
+        self._bar: Any = None
+        self.save_dir = save_dir if writes else None
+        if self.save_dir is not None:
+            self.save_dir.mkdir(parents=True, exist_ok=True)
+            path = self.save_dir / METRICS
+            _forget_after(path, done)
+            self._file = path.open("a", encoding="utf-8")
+            self._board = _tensorboard(tensorboard_dir or str(self.save_dir / "tensorboard"))
+        if bar:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=steps, initial=done, desc="train", mininterval=1.0, bar_format=_BAR
+            )
+
+    def add(self, row: Mapping[str, float | int], shown: Mapping[str, str]) -> None:
+        """A step's numbers, and how the bar shows them."""
+        self.note(row)
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(1)
+
+    def note(self, row: Mapping[str, float | int]) -> None:
+        """Numbers that are not a step's, such as an evaluation's."""
+        if self._file is not None:
+            self._file.write(json.dumps(dict(row)) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for key, value in row.items():
+                if key != "step":
+                    self._board.add_scalar(key, value, int(row["step"]))
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def end_bar(self) -> None:
+        """Leave the bar as it stands, so that what follows begins a line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        """Finish the files, and draw the loss curve."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._board is not None:
+            self._board.close()
+        if self._file is not None:
+            self._file.close()
+        if self.save_dir is not None:
+            draw_curve(self.save_dir)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop rows after the step that is resumed from: they will be written again."""
+    if not path.exists():
+        return
+    rows = [line for line in path.read_text().splitlines() if line]
+    kept = [line for line in rows if json.loads(line)["step"] <= step]
+    if len(kept) < len(rows):
+        path.write_text("".join(line + "\n" for line in kept))
+
+
+def _tensorboard(folder: str) -> Any:
+    """An event writer, or None where TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(folder)
+
+
+def draw_curve(save_dir: Path) -> None:
+    """``loss.png`` from metrics.jsonl; nothing where matplotlib is not installed."""
+    rows = [json.loads(line) for line in (save_dir / METRICS).read_text().splitlines()]
+    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    held_out = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    if not train:
+        return
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    points = "." if len(train) < 50 else ""  # a line through one point is not to be seen
+    axes.plot(
+        *zip(*train, strict=True), color="0.35", linewidth=1.2, marker=points, label="training"
+    )
+    if held_out:
+        axes.plot(
+            *zip(*held_out, strict=True), color="black", marker="o", linestyle="--",
+            label="validation",
+        )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(visible=True, color="0.85")
+    axes.legend()
+    figure.savefig(save_dir / CURVE, dpi=120)
+    plt.close(figure)

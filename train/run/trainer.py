@@ -1,0 +1,490 @@
+"""The training loop of ``train-ckpt``: one rank's run from start or resume to the last step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.ckpt.checkpoint.config import load_model, model_from
+from shardwright.ckpt.checkpoint.types import ReadOptions
+from shardwright.ckpt.errors import CheckpointError
+from shardwright.ckpt.formats.side_files import side_files
+from shardwright.ckpt.model.family import Model
+from shardwright.ckpt.model.manifest import SideFile
+from shardwright.ckpt.reader import LATEST, follow, is_checkpoint, read_checkpoint
+
+from ..checkpoint.state import Loaded, RankState, Saver, describes_itself, load
+from ..config import schema as settings
+from ..config.schema import TrainConfig
+from ..core.engine import Engine, EngineOptions
+from ..core.optim import OptimizerSpec
+from ..core.process import Layout, Parallel, import_megatron, initialize, shutdown
+from ..data.corpus import find_tokenizer
+from ..data.samples import Batches, EvalBatches, Samples, open_corpus
+from ..doctor import findings as advice
+from ..doctor.watch import Watch
+from ..errors import TrainError
+from ..model.build import ModelOptions, check_layout
+from .metrics import Metrics, flops_per_token, peak_memory_bytes
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+STOP_FILE = "SHARDWRIGHT_STOP_FILE"  # the launcher makes this file to ask for a save and an end
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the model comes from."""
+
+    config: Path  # config.json; where the model is described by the checkpoint, its folder
+    folder: Path | None  # its folder, for tokenizer and side files
+    weights: Path | None  # a checkpoint to load; None starts from random weights
+    resumes: bool  # the checkpoint is one of a run, with its optimizer and data cursor
+    described: str | None = None  # text of a config.json that Megatron-LM's args make
+
+    def model(self) -> Model:
+        """The model; CheckpointError for one that no family knows."""
+        if self.described is None:
+            return load_model(self.config)
+        return model_from(json.loads(self.described), str(self.config))
+
+    def reading(self) -> ReadOptions:
+        """How to read the weights: a folder without a config is believed to be of this model."""
+        own = self.described is not None or self.weights is None
+        if own or (self.weights / "config.json").is_file():  # type: ignore[operator]
+            return ReadOptions()
+        return ReadOptions(config=self.config)
+
+
+def find_source(config: TrainConfig) -> Source:
+    """Resolve --resume and --model; TrainError says what is missing."""
+    resume = config.saving.resume
+    if resume == settings.LATEST:
+        if config.saving.save_dir is None:
+            raise TrainError("--resume without a folder takes the latest in --save-dir; name one")
+        if not (Path(config.saving.save_dir) / "latest").exists():
+            raise TrainError(
+                f"--resume: {config.saving.save_dir} has no checkpoint yet; leave --resume out"
+            )
+        resume = config.saving.save_dir
+    if resume is not None:
+        where = follow(resume)
+        model = _config_file(config.model.path) if config.model.path else where / "config.json"
+        if not model.is_file():
+            return Source(where, where, where, resumes=True, described=_described(where))
+        return Source(model, where, where, resumes=True)
+    assert config.model.path is not None
+    folder = Path(config.model.path).expanduser()
+    if folder.is_dir() and describes_itself(folder):
+        where = follow(folder)
+        return Source(where, where, where, resumes=False, described=_described(where))
+    path = _config_file(config.model.path)
+    if not Path(config.model.path).expanduser().is_dir():
+        return Source(path, None, None, resumes=False)  # a config alone: random weights, bytes
+    has_weights = is_checkpoint(path.parent)
+    return Source(path, path.parent, path.parent if has_weights else None, resumes=False)
+
+
+def _described(where: Path) -> str:
+    """The text of the config.json that a checkpoint of Megatron-LM makes of its args."""
+    if not describes_itself(where):
+        raise TrainError(f"{where}: has no config.json; name the model with --model")
+    try:
+        sides = read_checkpoint(where, ReadOptions(weights_only=True)).manifest.side_files
+    except CheckpointError as error:
+        raise TrainError(f"{error} (here --model names a config)") from error
+    return next(side.text for side in sides if side.name == "config.json")
+
+
+def _config_file(text: str) -> Path:
+    path = Path(text).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise TrainError(f"--model {text}: there is no {file}")
+    return file.resolve()
+
+
+def settle(config: TrainConfig, model: Model, name: str) -> TrainConfig:
+    """The configuration with what depends on the model filled in; TrainError where they clash."""
+    rotary = "pos" not in model.sizes
+    sizes = settings.Sizes(name, model.sizes["layer"], positions_of(model), rotary)
+    return settings.for_model(config, sizes)
+
+
+def positions_of(model: Model) -> int | None:
+    """The longest sequence that a model has positions for."""
+    for key in ("max_position_embeddings", "n_positions"):
+        if isinstance(model.config.get(key), int):
+            return int(str(model.config[key]))
+    return None
+
+
+def check(config: TrainConfig) -> None:
+    """What can be refused before any process is started: model, layout, batch, files."""
+    source = find_source(config)
+    model = source.model()
+    config = settle(config, model, str(source.config))
+    layout = layout_of(config)
+    layout.data_parallel(config.world_size)
+    check_layout(model, layout, model_options(config))
+    for name in (*config.data.files, *config.data.eval_files):
+        if not Path(name).exists() and not Path(name + ".bin").exists():
+            raise TrainError(f"--data {name}: there is no such file")
+
+
+def layout_of(config: TrainConfig) -> Layout:
+    """The part of the configuration that says how ranks are arranged."""
+    p = config.parallelism
+    return Layout(p.tp, p.pp, p.sequence_parallel, p.pp_layers, p.virtual_pp_layers)
+
+
+def model_options(config: TrainConfig) -> ModelOptions:
+    """The part of the configuration that says how the model computes."""
+    return ModelOptions(
+        precision="bf16" if config.precision.name == "bf16" else "fp32",
+        recompute=config.recompute.granularity,  # type: ignore[arg-type]
+        recompute_method=config.recompute.method,
+        recompute_num_layers=config.recompute.num_layers,
+        attention_dropout=config.model.attention_dropout,
+        hidden_dropout=config.model.hidden_dropout,
+        # megatron's fused kernel rounds gradients to bfloat16
+        fused_cross_entropy=config.precision.name == "bf16",
+        vocab_multiple=config.model.vocab_multiple,
+        distribute_saved_activations=config.recompute.distribute_saved_activations,
+    )
+
+
+def optimizer_spec(config: TrainConfig) -> OptimizerSpec:
+    """The part of the configuration that says how weights change."""
+    o = config.optimizer
+    return OptimizerSpec(
+        name=o.name, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
+        momentum=o.momentum, clip_grad=o.clip_grad, precision=config.precision.name,
+        distributed=config.parallelism.distributed_optimizer,
+        overlap_param_gather=config.parallelism.overlap
+        and config.parallelism.distributed_optimizer,
+    )  # fmt: skip
+
+
+def scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """megatron-core's schedule of learning rate and weight decay over optimizer steps."""
+    s = config.schedule
+    assert s is not None, "the command always has a schedule"
+    made = import_megatron("optimizer_param_scheduler").OptimizerParamScheduler
+    return made(
+        optimizer, init_lr=0.0, max_lr=s.lr, min_lr=s.min_lr, lr_warmup_steps=s.warmup_steps,
+        lr_decay_steps=s.decay_steps, lr_decay_style=s.style, start_wd=s.wd_start,
+        end_wd=s.wd_end, wd_incr_steps=s.wd_steps, wd_incr_style=s.wd_style,
+    )  # fmt: skip
+
+
+class Trainer:
+    """Everything of a run on one rank."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.source = find_source(config)
+        self.model = self.source.model()
+        self.config = settle(config, self.model, str(self.source.config))
+        self.parallel: Parallel = initialize(
+            layout_of(self.config),
+            seed=config.seed,
+            timeout_s=60.0 * config.launch.timeout_minutes,
+        )
+        self.stop = False
+        p = self.parallel
+        self.shows = p.is_last_stage and p.tp_rank == 0 and p.dp_rank == 0
+        self.step = 0
+        self.watch = Watch(self.config, p, self.model.sizes["layer"], self.say)
+        with self.watch.advising(lambda: self.step):
+            self._build(p)
+
+    def _build(self, p: Parallel) -> None:
+        """Engine, data, state and files."""
+        self.engine = Engine(
+            self.model, p, layout_of(self.config), model_options(self.config),
+            EngineOptions(
+                self.config.parallelism.distributed_optimizer, self.config.parallelism.overlap,
+                self.config.optimizer.check_for_nan,
+                per_token_loss=self.config.data.per_token_loss, eod_tokens=self._eod_tokens(),
+            ),
+        )  # fmt: skip
+        settings.check_expected(
+            self.config.model.expected, self.engine.facts(), str(self.source.config)
+        )
+        self.engine.attach_optimizer(optimizer_spec(self.config))
+        self.engine.config.timers = self.watch.timers
+        self.held: RankState = self.engine.rank_state()
+        self.schedule = scheduler(self.config, self.engine.optimizer)
+        self._open_data()
+        self._load()
+        saving = self.config.saving
+        self.save_dir = Path(saving.save_dir) if saving.save_dir else None
+        self.metrics = Metrics(
+            self.save_dir, writes=self.shows, bar=self.shows, steps=self.config.steps or 0,
+            done=self.step, tensorboard_dir=self.config.logging.tensorboard_dir,
+        )  # fmt: skip
+        self.saver = Saver(
+            self.held, keep_last=saving.keep_last, log=self.say,
+            weights_only=not saving.save_optimizer, reserve=self.save_dir is not None,
+        )  # fmt: skip
+
+    def say(self, line: str) -> None:
+        """A line for the user, from one rank."""
+        if self.shows:
+            metrics = getattr(self, "metrics", None)
+            if metrics is None:
+                print(line, flush=True)
+            else:
+                metrics.say(line)
+
+    def _eod_tokens(self) -> tuple[int, ...]:
+        """The end-of-document token, where its positions do not count toward the loss."""
+        if not self.config.data.eod_mask_loss:
+            return ()
+        return (find_tokenizer(self.source.folder, self.model.sizes["vocab"]).load()[1],)
+
+    def _open_data(self) -> None:
+        d, p = self.config.data, self.parallel
+        assert d.seq_length is not None
+        longest = positions_of(self.model)
+        options: dict[str, Any] = {
+            "tokenizer_dir": self.source.folder,
+            "vocab_size": self.model.sizes["vocab"],
+            "cache_dir": _cache_dir(),
+            "rank": p.rank,
+            "barrier": lambda: dist.barrier(group=p.control_group),
+            "quiet": p.rank != 0,
+        }
+        corpus = open_corpus(d.files, **options)
+        batch = self.config.batch
+        self.batches = Batches(
+            Samples(corpus, d.seq_length, self.config.seed, longest),
+            micro_batch_size=batch.micro_batch_size,
+            global_batch_size=batch.samples_per_step,
+            dp_rank=p.dp_rank,
+            dp_size=p.dp,
+            consumed_samples=d.consumed_samples[0],
+        )
+        self.evaluation = None
+        if d.eval_files:
+            self.evaluation = EvalBatches(
+                open_corpus(d.eval_files, **options),
+                seq_length=d.seq_length,
+                num_samples=d.eval_iters * batch.global_batch_size,
+                micro_batch_size=batch.micro_batch_size,
+                dp_rank=p.dp_rank,
+                dp_size=p.dp,
+                max_positions=longest,
+            )
+
+    def _load(self) -> None:
+        """Weights from a Hugging Face folder, or everything from a checkpoint."""
+        self.sides: tuple[SideFile, ...] = ()
+        if self.source.weights is None:
+            if self.source.folder is not None and self.parallel.rank == 0:
+                self.sides = side_files(self.source.folder)
+            self.say("starting from random weights")
+            return
+        weights_only = not (self.source.resumes and self.config.saving.load_optimizer)
+        found = load(
+            self.source.weights, self.held, read=self.source.reading(), weights_only=weights_only,
+            seed=self.config.seed, log=self.say,
+        )  # fmt: skip
+        # not all below its folder: one of Megatron-LM holds weights of other names
+        self.sides = found.checkpoint.manifest.side_files
+        if self.source.resumes:
+            self._resume(found)
+        self.say(f"loaded {self.source.weights}" + (f" at step {self.step}" if self.step else ""))
+
+    def _resume(self, found: Loaded) -> None:
+        self.step = found.step
+        data = found.state.get("data")
+        if isinstance(data, Mapping) and "loaders" not in data:
+            self.batches.restore(data)
+        else:
+            why = "has no data cursor" if data is None else "counts the rows of a script's loaders"
+            self.say(f"the checkpoint {why}; samples start from the first")
+        groups = found.state.get("param_groups")
+        if not found.optimizer and self.config.saving.load_optimizer:
+            self.say("the checkpoint has no optimizer state; moments start at zero")
+        if found.optimizer and isinstance(groups, list) and groups and self.engine.view:
+            self.engine.view.set_step(int(groups[0].get("step", found.step)))
+        self.schedule.step(self.step)
+
+    def state(self) -> dict[str, object]:
+        """What travels beside the tensors."""
+        s, view = self.config.schedule, self.engine.view
+        assert s is not None
+        assert view is not None
+        groups = [
+            {
+                "step": view.step(),
+                **{k: group[k] for k in ("lr", "weight_decay", "betas", "eps", "momentum")
+                   if k in group},
+            }
+            for group in view.made.param_groups
+        ]  # fmt: skip
+        schedule = {
+            "style": s.style, "lr": s.lr, "min_lr": s.min_lr, "warmup_steps": s.warmup_steps,
+            "decay_steps": s.decay_steps, "num_steps": self.schedule.num_steps,
+        }  # fmt: skip
+        return {"schedule": schedule, "param_groups": groups, "data": self.batches.state()}
+
+    def run(self) -> None:
+        """Train to the last step, evaluate, save."""
+        _on_signals(self)
+        try:
+            with self.watch.advising(lambda: self.step + 1):
+                self._run()
+        except BaseException:
+            self.metrics.end_bar()  # before the error is said
+            raise
+
+    def _run(self) -> None:
+        steps, eval_interval = self.config.steps or 0, self.config.data.eval_interval
+        per_token = flops_per_token(self.model, self.config.data.seq_length or 0)
+        saved, stopped = self._saved_step(), False
+        if self.step >= steps:
+            self.say(f"at step {self.step} already: --steps {steps} asks for no more")
+        while self.step < steps and not (stopped := self._asked_to_stop()):
+            self._one_step(per_token)
+            saving = self.config.saving
+            self.saver.poll()
+            if saving.save_interval and self.step % saving.save_interval == 0:
+                self._save()
+                saved = self.step
+            if self.evaluation is not None and self.step % eval_interval == 0:
+                self._evaluate()
+        if self.evaluation is not None and not stopped and self.step % eval_interval:
+            self._evaluate()
+        if self.save_dir is not None and saved != self.step:
+            self._save()
+        self.saver.wait()
+        self.metrics.close()
+        if stopped:
+            saved_too = ", which is saved; go on with --resume" if self.save_dir else ""
+            self.say(f"stopped at step {self.step}{saved_too}")
+
+    def _saved_step(self) -> int:
+        """The step that SAVE_DIR holds as it is now, -1 for none: a resume from there."""
+        if self.save_dir is None or not self.source.resumes or self.source.weights is None:
+            return -1
+        here = self.save_dir / f"checkpoint-{self.step}"
+        return self.step if self.source.weights.resolve() == here.resolve() else -1
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank got a signal; the ranks agree, so that all save the same step.
+
+        They agree on whether the last step was slow as well.
+        """
+        box = torch.tensor([int(self.stop or _stop_file_exists()), int(self.watch.slow)])
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
+        stopped, slow = box.tolist()
+        self.watch.report_if_due(self.step, bool(slow))
+        return bool(stopped)  # `stop` stays: a signal may come at any moment
+
+    def _one_step(self, per_token: float) -> None:
+        started = time.monotonic()
+        engine, watch = self.engine, self.watch
+        engine.zero_grad()
+        with watch.phase("data"):
+            batches = next(self.batches)
+        with watch.phase("forward and backward"):
+            loss, _ = engine.forward_backward(batches)
+        self._check_finite("loss", loss)
+        lr = engine.optimizer.param_groups[0]["lr"] if engine.optimizer else 0.0
+        with watch.phase("optimizer"):
+            result = engine.step()
+        self._check_finite("gradient norm", result.grad_norm)
+        self.schedule.step(1)
+        self.step += 1
+        seconds = time.monotonic() - started
+        watch.end_step(seconds, self.saver.is_writing)
+        d = self.config.data
+        tokens = self.config.batch.samples_per_step * (d.seq_length or 0) / seconds
+        more = {"params_norm": engine.params_norm()} if self.config.logging.params_norm else {}
+        self.metrics.add(
+            {"step": self.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm,
+             "tokens_per_s": tokens, **more},
+            {"loss": f"{loss:.4f}", "lr": f"{lr:.2e}", "norm": f"{result.grad_norm:.2f}",
+             "tok/s": f"{tokens:.0f}",
+             "TF/s": f"{tokens * per_token / self.parallel.world_size / 1e12:.2f}",
+             "GiB": f"{peak_memory_bytes() / 2**30:.2f}"},
+        )  # fmt: skip
+
+    def _check_finite(self, what: str, value: float) -> None:
+        """Stop before a bad value reaches the weights' next save."""
+        if math.isfinite(value) or not self.config.optimizer.check_for_nan:
+            return
+        self.saver.wait()
+        rank, world = self.engine.faulty_rank, self.parallel.world_size
+        where = f" (first on rank {rank} of {world})" if rank is not None else ""
+        kept = "none"
+        if self.save_dir is not None and (self.save_dir / LATEST).exists():
+            kept = str(self.save_dir / (self.save_dir / LATEST).read_text().strip())
+        raise TrainError(
+            f"step {self.step + 1}: the {what} is {value}{where}; the last checkpoint is {kept}. "
+            f"{advice.not_finite(self.config)} "
+            "(MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
+        )
+
+    def _evaluate(self) -> None:
+        assert self.evaluation is not None
+        loss, _ = self.engine.forward_backward(list(self.evaluation), forward_only=True)
+        self.say(f"step {self.step}: validation loss {loss:.6f}")
+        self.metrics.note({"step": self.step, "eval_loss": loss})
+
+    def _save(self) -> None:
+        if self.save_dir is None:
+            return
+        sides: list[SideFile] = []
+        if self.parallel.rank == 0:
+            sides = [s for s in self.sides if s.name != "config.json"]
+            source, text = self.source.config, self.source.described
+            sides.append(SideFile("config.json", "" if text else str(source), text or ""))
+        self.saver.save(self.save_dir / f"checkpoint-{self.step}", self.step, self.state(), sides)
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("SHARDWRIGHT_CACHE", str(Path(base) / "shardwright" / "data")))
+
+
+def _stop_file_exists() -> bool:
+    path = os.environ.get(STOP_FILE)
+    return bool(path and os.path.exists(path))
+
+
+def _on_signals(trainer: Trainer) -> None:
+    """Ctrl-C and SIGTERM ask for a save and an end; the step in progress is finished first.
+
+    Our launcher asks with a file; a signal from it comes second, and means at once.
+    """
+
+    def ask(number: int, frame: object) -> None:
+        if _stop_file_exists():
+            raise KeyboardInterrupt
+        trainer.stop = True
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+
+
+def main(config: TrainConfig) -> None:
+    """Run one rank."""
+    trainer = Trainer(config)
+    for line in config.notes:
+        trainer.say(line)
+    trainer.run()
+    shutdown()

@@ -46,7 +46,7 @@ FORMS: dict[str, dict[str, object]] = {
 # Loads every file's loss scale into megatron-core's own scaler and says what it then has.
 LOADS = """
 import json, sys
-from shardwright.train import cpu
+from shardwright.train.patches import cpu
 cpu.install()
 import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler

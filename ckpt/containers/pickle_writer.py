@@ -2,6 +2,9 @@
 
 Writes what pickles.py reads: plain values, ``Global``, ``Stub`` and ``TensorRef`` inside each
 other, as ``torch.save`` writes them. Nothing is called, and no class needs to be there.
+
+Whoever loads the file imports and calls what it names, so the names that may be written are a
+closed list: none of them does more than make a value.
 """
 
 from __future__ import annotations
@@ -16,7 +19,35 @@ from .pickles import LEGACY_CLASSES, Global, Stub, TensorRef
 Leaf = Callable[[object], TensorRef | None]  # the tensor that a value stands for, if it is one
 
 _CONSTANTS = {None: b"N", True: b"\x88", False: b"\x89"}
-_ORDERED = b"ccollections\nOrderedDict\n"
+_DCP = "torch.distributed.checkpoint"
+# classes and functions that may be called, and what may be mentioned besides
+_CALLED = frozenset(
+    {
+        ("__builtin__", "set"),
+        ("_codecs", "encode"),
+        ("argparse", "Namespace"),
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_tensor_v3"),
+        ("torch.serialization", "_get_layout"),
+        (f"{_DCP}.filesystem", "_StorageInfo"),
+        *(
+            (f"{_DCP}.metadata", name)
+            for name in (
+                "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+                "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+            )
+        ),
+    }
+)  # fmt: skip
+_MENTIONED = frozenset(
+    {
+        ("torch.storage", "UntypedStorage"),
+        *(("torch", name) for name in TO_TORCH.values()),
+        *(("torch", name) for name in LEGACY_CLASSES.values()),
+    }
+)
 
 
 def dump_tensors(tensors: Mapping[str, TensorRef]) -> bytes:
@@ -54,7 +85,7 @@ class _Writer:
         if isinstance(value, bytes):
             return self._bytes(value)
         if isinstance(value, Global):
-            return [self._global(value.module, value.name)]
+            return [self._mention(value.module, value.name)]
         if isinstance(value, Stub):
             return self._object(value)
         found = value if isinstance(value, TensorRef) else self.leaf and self.leaf(value)
@@ -64,7 +95,7 @@ class _Writer:
 
     def _container(self, value: object) -> list[bytes]:
         if isinstance(value, OrderedDict):
-            return [self.once(_ORDERED), b")R", *self._items(value)]
+            return [self._called("collections", "OrderedDict"), b")R", *self._items(value)]
         if isinstance(value, dict):
             return [b"}", *self._items(value)]
         if isinstance(value, list):
@@ -75,12 +106,8 @@ class _Writer:
         if isinstance(value, tuple):
             return [b"(", *self._each(value), b"t"] if value else [b")"]
         if isinstance(value, (set, frozenset)):
-            return [
-                self._global("__builtin__", "set"),
-                b"(",
-                *self._container(sorted(value)),
-                b"tR",
-            ]
+            members = self._container(sorted(value, key=repr))
+            return [self._called("__builtin__", "set"), b"(", *members, b"tR"]
         raise AssertionError(f"{type(value).__name__} has no place in a checkpoint's pickle")
 
     def _items(self, table: Mapping[object, object]) -> list[bytes]:
@@ -98,17 +125,28 @@ class _Writer:
     def _bytes(self, value: bytes) -> list[bytes]:
         """Protocol 2 has none: text, and the call that encodes it."""
         text = _text(value.decode("latin-1"))
-        return [self._global("_codecs", "encode"), b"(", text, _text("latin1"), b"tR"]
+        return [self._called("_codecs", "encode"), b"(", text, _text("latin1"), b"tR"]
 
     def _object(self, value: Stub) -> list[bytes]:
         """An object of a class: what ``copyreg`` would write."""
         assert not value.items, f"{value.module}.{value.name} with items"
-        parts = [self._global(value.module, value.name), *self._container(value.args)]
+        parts = [self._called(value.module, value.name), *self._container(value.args)]
         if value.state is None:
             return [*parts, b"R"]
         return [*parts, b"\x81", *self.value(value.state), b"b"]
 
+    def _called(self, module: str, name: str) -> bytes:
+        if (module, name) not in _CALLED:  # not an assert: -O must not turn this off
+            raise AssertionError(f"{module}.{name} may not be called by what is written")
+        return self._global(module, name)
+
+    def _mention(self, module: str, name: str) -> bytes:
+        if (module, name) not in _MENTIONED:
+            raise AssertionError(f"{module}.{name} may not be named by what is written")
+        return self._global(module, name)
+
     def _global(self, module: str, name: str) -> bytes:
+        assert all(part.isidentifier() for part in (*module.split("."), name)), (module, name)
         return self.once(f"c{module}\n{name}\n".encode())
 
     def once(self, value: bytes) -> bytes:
@@ -123,16 +161,16 @@ class _Writer:
     def _tensor(self, tensor: TensorRef) -> list[bytes]:
         legacy = LEGACY_CLASSES.get(tensor.dtype)
         assert tensor.storage.dtype == (tensor.dtype if legacy else "U8"), tensor
-        storage = f"ctorch\n{legacy}\n" if legacy else "ctorch.storage\nUntypedStorage\n"
-        rebuild = f"ctorch._utils\n_rebuild_tensor_v{2 if legacy else 3}\n"
+        storage = ("torch", legacy) if legacy else ("torch.storage", "UntypedStorage")
         once = self.once
         return [
-            once(rebuild.encode()), b"((", once(_text("storage")),
-            once(storage.encode()), _text(tensor.storage.key), once(_text("cpu")),
+            self._called("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}"),
+            b"((", once(_text("storage")),
+            self._mention(*storage), _text(tensor.storage.key), once(_text("cpu")),
             _int(tensor.storage.numel), b"tQ", _int(tensor.offset_elems),
             _ints(tensor.shape), _ints(tensor.strides),
-            b"\x89", once(_ORDERED), b")R",  # requires_grad, no hooks
-            b"" if legacy else once(f"ctorch\n{TO_TORCH[tensor.dtype]}\n".encode()), b"tR",
+            b"\x89", self._called("collections", "OrderedDict"), b")R",  # requires_grad, no hooks
+            b"" if legacy else self._mention("torch", TO_TORCH[tensor.dtype]), b"tR",
         ]  # fmt: skip
 
 

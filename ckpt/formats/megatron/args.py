@@ -1,13 +1,14 @@
-"""Megatron-LM's `args`: plain values, the model that they describe, and args for another layout.
+"""Megatron-LM's `args`: the model that they describe, and args for another layout.
 
 `args` is an argparse.Namespace with hundreds of values in every file that Megatron-LM writes.
-Here it is a dict whose values JSON can hold; what JSON lacks is tagged (``encode``).
+Read, they are a dict whose values JSON can hold (args_codec.py); written, a dict of the values that
+the pickle writer takes. Only args that a file held as such are ever decoded: what a config.json
+says is compared and checked here, and becomes numbers, flags and texts alone.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,112 +16,13 @@ from typing import Any
 from ...checkpoint.config import find_config, load_model, model_from
 from ...checkpoint.types import ReadOptions
 from ...containers import pickles
-from ...containers.pickles import Global, Stub
+from ...containers.pickles import Global
 from ...errors import CheckpointError
 from ...model.dtypes import TO_TORCH
 from ...model.family import Model
+from .args_codec import decode
 
 Args = dict[str, object]
-_MAX_DEPTH = 20  # of values inside each other in args
-
-
-class Unknown(Exception):
-    """A value that cannot travel; its text names it."""
-
-
-def encode(value: object, depth: int = 0) -> object:
-    """A value of the pickle machine as JSON; raises Unknown for what has no such form."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return {"$float": repr(value)}
-    if depth > _MAX_DEPTH:
-        raise Unknown("values inside each other without end")
-    if isinstance(value, list):
-        return [encode(item, depth + 1) for item in value]
-    if isinstance(value, tuple):
-        return {"$tuple": [encode(item, depth + 1) for item in value]}
-    if isinstance(value, (set, frozenset)):
-        return {"$set": [encode(item, depth + 1) for item in sorted(value, key=repr)]}
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) and not key.startswith("$") for key in value):
-            pairs = [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()]
-            return {"$dict": pairs}
-        return {key: encode(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, Global) and value.module == "torch" and value.dtype is not None:
-        return {"$dtype": value.name}
-    if isinstance(value, Stub):
-        return _encode_stub(value, depth)
-    raise Unknown(value.path if isinstance(value, Global) else type(value).__name__)
-
-
-def _encode_stub(value: Stub, depth: int) -> object:
-    path = f"{value.module}.{value.name}"
-    if path in ("argparse.Namespace", "types.SimpleNamespace"):
-        state = value.state if isinstance(value.state, dict) else {}
-        return {"$namespace": {str(k): encode(v, depth + 1) for k, v in state.items()}}
-    if value.module == "pathlib":
-        return {"$path": "/".join(map(str, value.args))}
-    if len(value.args) == 1 and value.state is None and not value.items:  # an enum's member
-        return {"$enum": path, "value": encode(value.args[0], depth + 1)}
-    raise Unknown(path)
-
-
-def decode(value: object, depth: int = 0) -> object:
-    """The inverse of ``encode``; CheckpointError for a tag that is not one of its own."""
-    if depth > 2 * _MAX_DEPTH:
-        raise CheckpointError("state megatron: values inside each other without end")
-    if isinstance(value, list):
-        return [decode(item, depth + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    tag = next((key for key in value if key.startswith("$")), "")
-    if not tag:
-        return {key: decode(item, depth + 1) for key, item in value.items()}
-    try:
-        return _untagged(tag, value, depth + 1)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"state megatron: {value!r:.200} is no value of {tag}") from error
-
-
-def _untagged(tag: str, value: Mapping[str, Any], depth: int) -> object:
-    """The value of one tag, as the pickle machine gives it."""
-    inner = value[tag]
-    if tag == "$float":
-        return float(inner)
-    if tag == "$dtype":
-        return Global("torch", str(inner))
-    if tag == "$tuple":
-        return tuple(decode(item, depth) for item in inner)
-    if tag == "$set":
-        return {decode(item, depth) for item in inner}
-    if tag == "$dict":
-        return {decode(key, depth): decode(item, depth) for key, item in inner}
-    if tag == "$namespace":
-        return Stub("argparse", "Namespace", (), {k: decode(v, depth) for k, v in inner.items()})
-    if tag == "$path":
-        return Stub("pathlib", "PosixPath", (str(inner),))
-    if tag == "$enum":
-        module, _, name = inner.rpartition(".")
-        return Stub(module, name, (decode(value["value"], depth),))
-    raise ValueError(tag)
-
-
-def namespace(value: object, origin: str) -> tuple[Args, list[str]]:
-    """The values of an ``args``, and the names of those that cannot travel."""
-    if not isinstance(value, Stub) or not isinstance(value.state, dict):
-        raise CheckpointError(f"{origin}: its args are no argparse.Namespace")
-    args: Args = {}
-    lost = []
-    for key, item in value.state.items():
-        try:
-            args[str(key)] = encode(item)
-        except Unknown as error:
-            lost.append(f"{key} ({error})")
-    return args, lost
-
 
 # --- the model ---------------------------------------------------------------------------------
 
@@ -431,7 +333,8 @@ def args_for(
     ``stages`` are the layers of each pipeline stage where they are uneven. ``dtype`` is a key of
     dtypes.ITEMSIZE. CheckpointError, which names ``origin``, for what args cannot say.
     """
-    args: Args = dict(source) if source else _from_config(model, transformer_engine, origin)
+    args: Args = {key: decode(value, f"state megatron.args.{key}") for key, value in source.items()}
+    args = args or _from_config(model, transformer_engine, origin)
     layers = model.sizes["layer"]
     args.update(
         tensor_model_parallel_size=tp,
@@ -454,7 +357,7 @@ def args_for(
         padded_vocab_size=padded_vocab,
         make_vocab_size_divisible_by=vocab_multiple,
         use_distributed_optimizer=distributed,
-        params_dtype={"$dtype": TO_TORCH[dtype]},
+        params_dtype=Global("torch", TO_TORCH[dtype]),
         bf16=dtype == "BF16",
         fp16=dtype == "F16",
         ckpt_format="torch",
@@ -476,15 +379,18 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
     config, sizes = model.config, model.sizes
     name = model.family.name
 
-    def said(*keys: str, default: object = None) -> object:
-        return next((config[key] for key in keys if config.get(key) is not None), default)
+    def number(*keys: str, default: float) -> float:
+        key = next((key for key in keys if config.get(key) is not None), "")
+        return _number_of(config[key], key, origin) if key else default
 
     learned = "pos" in sizes
     ffn = sizes["gate"] if "gate" in sizes else sizes["f"]
     theta, scaling = _rotary(config, origin)
     bias = learned or "mlp_bias" in model.flags
-    act = str(said("activation_function", "hidden_act", "hidden_activation", default=""))
-    positions = said("max_position_embeddings", "n_positions", default=2048)
+    acts = (config.get(k) for k in ("activation_function", "hidden_act", "hidden_activation"))
+    act = next((act for act in acts if act is not None), "")
+    positions = number("max_position_embeddings", "n_positions", default=2048)
+    epsilon = number("rms_norm_eps", "layer_norm_epsilon", default=1e-5)
     args: Args = {
         "num_layers": sizes["layer"],
         "hidden_size": sizes["h"],
@@ -498,13 +404,13 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "position_embedding_type": "learned_absolute" if learned else "rope",
         "add_position_embedding": True,
         "rotary_base": int(theta) if float(theta).is_integer() else theta,
-        "rotary_percent": said("partial_rotary_factor", default=_rotary_part(config)),
+        "rotary_percent": number("partial_rotary_factor", default=_rotary_part(config, origin)),
         "rotary_interleaved": False,
         "use_rope_scaling": scaling is not None,
         "rope_scaling_factor": 8.0 if scaling is None else scaling,
         "normalization": "LayerNorm" if learned else "RMSNorm",
-        "norm_epsilon": said("rms_norm_eps", "layer_norm_epsilon", default=1e-5),
-        "layernorm_epsilon": said("rms_norm_eps", "layer_norm_epsilon", default=1e-5),
+        "norm_epsilon": epsilon,
+        "layernorm_epsilon": epsilon,
         "apply_layernorm_1p": model.family.norm_offset == 1,
         "swiglu": not learned and act in ("silu", "swish", ""),
         "openai_gelu": act == "gelu_new",
@@ -515,7 +421,7 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "init_method_std": said("initializer_range", default=0.02),
+        "init_method_std": number("initializer_range", default=0.02),
         "num_experts": None,
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
         "tokenizer_type": "HuggingFaceTokenizer",
@@ -536,17 +442,28 @@ def _window_of(config: Mapping[str, object], family: str, origin: str) -> Args:
             "--config names if that is meant"
         )
     if family in ("mistral", "phi3") and type(window) is int:
-        return {"window_size": {"$tuple": [window - 1, 0]}}  # the own token is not counted
+        return {"window_size": (window - 1, 0)}  # the own token is not counted
     return {}
 
 
-def _rotary_part(config: Mapping[str, object]) -> object:
+def _number_of(value: object, key: str, origin: str) -> float:
+    """A number of a config, which becomes an arg; CheckpointError for anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63:
+        return value  # NaN compares as false
+    raise CheckpointError(
+        f"{origin}: its config says {key} {pickles.short(value)}, no number that args of "
+        "Megatron-LM can hold"
+    )
+
+
+def _rotary_part(config: Mapping[str, object], origin: str) -> float:
     """Where newer transformers keep partial_rotary_factor."""
     parameters = config.get("rope_parameters")
-    return parameters.get("partial_rotary_factor", 1.0) if isinstance(parameters, dict) else 1.0
+    part = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+    return 1.0 if part is None else _number_of(part, "partial_rotary_factor", origin)
 
 
-def _rotary(config: Mapping[str, object], origin: str) -> tuple[Any, Any]:
+def _rotary(config: Mapping[str, object], origin: str) -> tuple[float, float | None]:
     """(base of the frequencies, factor of Llama 3's scaling or None) that a config says.
 
     CheckpointError for a scaling that args cannot say: weights with other args are another model.
@@ -557,9 +474,10 @@ def _rotary(config: Mapping[str, object], origin: str) -> tuple[Any, Any]:
     base = config.get("rope_theta")
     if base is None:
         base = rope.get("rope_theta")
+    base = 10000.0 if base is None else _number_of(base, "rope_theta", origin)
     kind = rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
-        return 10000.0 if base is None else base, None
+        return base, None
     odd = [f"{k} {rope.get(k)!r}, not {n!r}" for k, n in _LLAMA3.items() if rope.get(k) != n]
     if kind != "llama3" or odd:
         what = f" with {'; '.join(odd)}" if kind == "llama3" else ""
@@ -568,7 +486,7 @@ def _rotary(config: Mapping[str, object], origin: str) -> tuple[Any, Any]:
             "args cannot say; name a config without that with --config, and tell Megatron-LM of "
             "the scaling by its own options"
         )
-    return 10000.0 if base is None else base, rope.get("factor", 8.0)
+    return base, _number_of(rope.get("factor", 8.0), "factor", origin)
 
 
 def json_text(config: Mapping[str, object]) -> str:

@@ -25,7 +25,7 @@ from ...model.file_layout import Entry
 from ...model.manifest import Chunk, View, locate
 from ...move.files import Files
 from ..chunk_builder import Gather
-from . import args as megatron_args
+from . import args_codec
 from . import optimizer as megatron_optim
 from .classic.files import FLAT, RankFile
 from .optimizer import Flat, Param
@@ -341,11 +341,11 @@ def _plain_values(rank: RankFile, where: str, table: Group, lost: list[str]) -> 
             if isinstance(value, TensorRef):
                 number = _scalar(rank, f"{where}.{tensor_names.key_text(key)}")
                 if number is None:
-                    raise megatron_args.Unknown(f"a tensor of shape {list(value.shape)}")
+                    raise args_codec.Unknown(f"a tensor of shape {list(value.shape)}")
                 row[str(key)] = number
             else:
-                row[str(key)] = megatron_args.encode(value)
-        except megatron_args.Unknown as error:
+                row[str(key)] = args_codec.encode_plain(value)
+        except args_codec.Unknown as error:
             lost.append(f"{key} ({error})")
     return row
 

@@ -18,7 +18,7 @@ from ....model.manifest import SideFile
 from ....model.mesh import Coord, Mesh
 from ... import foreign as deepspeed
 from ...native.names import MAX_RANKS
-from .. import args as megatron_args
+from .. import args_codec
 from .. import names as megatron_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -194,7 +194,7 @@ def _rank_file(folder: Path) -> RankFile:
     args: dict[str, object] = {}
     lost: list[str] = []
     if index.extra.get("args") is not None:
-        args, lost = megatron_args.namespace(index.extra["args"], str(file))
+        args, lost = args_codec.namespace(index.extra["args"], str(file))
     # random states are large as Python values, and of no further use
     slim = {k: None if k in DROPPED or k == "args" else v for k, v in index.extra.items()}
     rank = RankFile(folder, replace(index, extra=slim), args, lost, float(version))

@@ -25,6 +25,7 @@ from ....model.manifest import SideFile
 from ....model.mesh import Coord, Mesh
 from ...chunk_builder import Gather
 from .. import args as megatron_args
+from .. import args_codec
 from .. import names as megatron_names
 from ..optimizer import Param
 from ..optimizer_reader import OptimizerReader
@@ -281,12 +282,7 @@ class _Reader:
         }
         for key in ("iteration", "opt_param_scheduler", "lr_scheduler",
                     "num_floating_point_operations_so_far"):  # fmt: skip
-            if root.get(key) is None:
-                continue
-            try:
-                table[key] = megatron_args.encode(root[key])
-            except megatron_args.Unknown as error:
-                result.notes.append(f"{key} left behind: it holds a {error}")
+            args_codec.keep_plain(key, root.get(key), table, result.notes)
         known = {*table, *megatron_files.DROPPED, "args", "optimizer", "iteration"}
         rest = [k for k in root if k not in known and not re.fullmatch(r"model\d*", k)]
         if rest:

@@ -27,6 +27,7 @@ from ...native import writer as shards_out
 from ...native.names import piece_meta
 from ...writing import WriteRequest, Written, checksums
 from .. import args as megatron_args
+from .. import args_codec
 from .. import names as megatron_names
 from .. import optimizer as megatron_optim
 from ..optimizer import Param, registration_key
@@ -180,7 +181,7 @@ class Writer:
     def _rank(self, coord: Coord, rows: list[_Row]) -> None:
         folder = self.folder / megatron_files.folder_name(coord, self.pp)
         tree: dict[str, object] = {
-            "args": Stub("argparse", "Namespace", (), plain(self.args)),
+            "args": Stub("argparse", "Namespace", (), self.args),
             "checkpoint_version": 3.0,
             "iteration": self.target.step or 0,
         }
@@ -191,11 +192,8 @@ class Writer:
             tree["optimizer"] = (
                 self.distributed_groups() if self.target.sharded else self._plain_optimizer(rows)
             )
-            for key in ("opt_param_scheduler", "lr_scheduler"):
-                if key in self.saved:
-                    tree[key] = megatron_args.decode(self.saved[key])
-        operations = self.saved.get("num_floating_point_operations_so_far", 0)
-        tree["num_floating_point_operations_so_far"] = operations
+            tree |= self.schedulers()
+        tree |= self.operations()
         blueprint = self._file(folder / FILES[0], tree)
         path = str(folder / FILES[0])
         for row in rows:
@@ -228,11 +226,26 @@ class Writer:
 
     # --- optimizer ---------------------------------------------------------------------------
 
+    def schedulers(self) -> dict[str, object]:
+        """The schedules of the source's own run, as plain values."""
+        return {
+            key: args_codec.decode_plain(self.saved[key], f"state megatron.{key}")
+            for key in ("opt_param_scheduler", "lr_scheduler")
+            if key in self.saved
+        }
+
+    def operations(self) -> dict[str, object]:
+        key = "num_floating_point_operations_so_far"
+        return {key: args_codec.decode_plain(self.saved.get(key, 0), f"state megatron.{key}")}
+
     def groups(self) -> tuple[list[dict[str, object]], int | None, str]:
         """Hyperparameters of each group, the step, and where it stands."""
         saved = self.saved.get("optimizer")
         if isinstance(saved, dict) and isinstance(saved.get("param_groups"), list):
-            decoded: Any = megatron_args.decode(saved["param_groups"])
+            where = "state megatron.optimizer.param_groups"
+            decoded = args_codec.decode_plain(saved["param_groups"], where)
+            if not all(isinstance(group, dict) for group in decoded):
+                raise CheckpointError(f"{where}: holds values that are no groups")
             step = saved.get("step")
             groups = [_identified(dict(group)) for group in decoded]
             step_in = str(saved.get("step_in", "groups"))
@@ -407,28 +420,3 @@ def _identified(group: dict[str, Any]) -> dict[str, Any]:
         if f"pre_{key}" not in group:
             group.setdefault(key, value)
     return group
-
-
-def plain(args: Mapping[str, object]) -> dict[str, object]:
-    """args as values that every unpickler has: enums by their values, paths as text."""
-    found: dict[str, object] = {}
-    for key, value in args.items():
-        decoded = megatron_args.decode(value)
-        found[key] = _simple(decoded)
-    return found
-
-
-def _simple(value: object) -> object:
-    if isinstance(value, Stub):
-        if value.module == "argparse" and isinstance(value.state, dict):
-            return Stub(
-                "argparse", "Namespace", (), {k: _simple(v) for k, v in value.state.items()}
-            )
-        return _simple(value.args[0]) if value.args else None
-    if isinstance(value, list):
-        return [_simple(v) for v in value]
-    if isinstance(value, tuple):
-        return tuple(_simple(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _simple(v) for k, v in value.items()}
-    return value

@@ -34,6 +34,7 @@ from ....model.manifest import Chunk, SideFile, category_of
 from ....model.mesh import Mesh
 from ...chunk_builder import Gather
 from .. import args as megatron_args
+from .. import args_codec
 from .. import names as megatron_names
 from ..classic import files as megatron_files
 from ..classic import reader as megatron
@@ -109,7 +110,7 @@ class _Reader:
         self.args: dict[str, object] = {}
         self.lost: list[str] = []
         if self.common.extra.get("args") is not None:
-            found = megatron_args.namespace(self.common.extra["args"], self.common.path)
+            found = args_codec.namespace(self.common.extra["args"], self.common.path)
             self.args, self.lost = found
         self.listing = dcp.listing(folder)
         self.padded = self._padded_vocab()
@@ -345,11 +346,7 @@ class _Reader:
             "checkpoint_version": root.get("checkpoint_version", 3.0),
         }
         for key in ("iteration", "opt_param_scheduler", "num_floating_point_operations_so_far"):
-            if root.get(key) is not None:
-                try:
-                    table[key] = megatron_args.encode(root[key])
-                except megatron_args.Unknown as error:
-                    result.notes.append(f"{key} left behind: it holds a {error}")
+            args_codec.keep_plain(key, root.get(key), table, result.notes)
         if self.lost:
             result.notes.append(f"args that cannot travel: {', '.join(self.lost)}")
         schedule = megatron_args.native_schedule(table, self.args, result.step or 0)

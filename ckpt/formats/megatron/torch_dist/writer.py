@@ -27,7 +27,6 @@ from ....model.manifest import Chunk, Manifest, SideFile, View
 from ...native import writer as shards_out
 from ...native.names import piece_meta
 from ...writing import WriteRequest, Written, checksums
-from .. import args as megatron_args
 from .. import names as megatron_names
 from ..classic import writer as megatron_out
 from ..classic.files import TRACKER
@@ -202,17 +201,15 @@ class _Writer:
             "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
         }  # fmt: skip
         tree: dict[str, object] = {
-            "args": Stub("argparse", "Namespace", (), megatron_out.plain(args)),
+            "args": Stub("argparse", "Namespace", (), args),
             "checkpoint_version": 3.0,
             "iteration": self.target.step or 0,
-            "num_floating_point_operations_so_far": saved.get(
-                "num_floating_point_operations_so_far", 0
-            ),
+            **self.classic.operations(),
             "content_metadata": content,
         }
         if self.states:
             if "opt_param_scheduler" in saved:
-                tree["opt_param_scheduler"] = megatron_args.decode(saved["opt_param_scheduler"])
+                tree["opt_param_scheduler"] = self.classic.schedulers()["opt_param_scheduler"]
             if self.target.sharded:
                 content["distrib_optim_sharding_type"] = "fully_reshardable"
             tree["optimizer"] = self._optimizer()

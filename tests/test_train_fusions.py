@@ -1,7 +1,7 @@
 """What a GPU run computes differently, on CPU: fused functions, recorded layers, host memory.
 
-The functions of ``train/patches/fusions.py`` run uncompiled here, and a stand-in takes the place of CUDA
-graphs. What only a GPU can show is in test_gpu.py.
+The functions of ``train/patches/fusions.py`` run uncompiled here, and a stand-in takes the place of
+CUDA graphs. What only a GPU can show is in test_gpu.py.
 """
 
 from __future__ import annotations

@@ -14,14 +14,13 @@ from .checkpoint.config import find_config
 from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .formats import writers
-from .formats.hf import reader as hf
-from .formats.native import names as shard_names
+from .formats.hf.names import NAME as HF
+from .formats.native.names import NAME as SHARDS
 from .formats.side_files import side_files
-from .formats.writing import WriteRequest, checksums
+from .formats.writing import WholeFiles, WriteRequest
 from .jobs import Job, Report, RunOptions, run_job
-from .model.design import Design
 from .model.dtypes import CASTABLE, TO_TORCH, parse_dtype
-from .model.family import Model, build_mesh
+from .model.family import build_mesh
 from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_padding
 from .model.mesh import AXES, interleaved, named_axes, split_by_counts
 from .model.planner import Tolerance, by_category
@@ -29,6 +28,7 @@ from .model.target import Target, main_dtype
 from .reader import read_checkpoint
 
 if TYPE_CHECKING:
+    from .formats.writing import Writer
     from .verifier import Verdict
 
 
@@ -49,6 +49,8 @@ class ReshardOptions:
     to: str | None = None  # format
     vpp: int | None = None  # virtual stages of each pipeline rank
     distributed: bool | None = None  # Megatron's distributed optimizer
+    max_shard_bytes: int | None = None  # None: one file
+    from_master: bool = False  # export the optimizer's fp32 masters
 
     def asked(self) -> list[str]:
         """The options that not every format has, as far as they were given."""
@@ -60,18 +62,10 @@ class ReshardOptions:
             "--safe-serialization": self.safe,
             "--make-vocab-size-divisible-by": self.vocab_multiple,
             "--use-distributed-optimizer": self.distributed,
+            "--max-shard-size": self.max_shard_bytes,
+            "--from-master": self.from_master or None,
         }
         return [name for name, value in given.items() if value is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
-    """The Hugging Face checkpoint that is to be written."""
-
-    dtype: str | None = None
-    max_shard_bytes: int | None = None  # None: one file
-    from_master: bool = False  # export the optimizer's fp32 masters
-    safe: bool = True
 
 
 def reshard(
@@ -89,18 +83,21 @@ def reshard(
     to: str | None = None,
     vpp: int | None = None,
     use_distributed_optimizer: bool | None = None,
+    max_shard_size: int | None = None,
+    from_master: bool = False,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     **axes: int | None,
 ) -> Report:
     """Write ``source`` in another parallel layout, format or both; returns the report.
 
-    ``to`` is shards, megatron, torch_dist or hf (which is ``merge``). What is None stays as in
-    the source (a Hugging Face source is tp 1, pp 1 and becomes shards). ``dp`` shards the
-    optimizer state over that many ranks, ``pp_layers`` names the layers of each stage, ``vpp``
-    gives each stage that many virtual ones, ``dtype`` casts the weights, ``axes`` are ranks of
-    mesh axes beyond these. ``use_distributed_optimizer`` picks the form of Megatron-LM's
-    optimizer state. Default output: ``DIR-tp4-pp2`` beside the source. Raises CheckpointError.
+    ``to`` is shards, megatron, torch_dist or hf. What is None stays as in the source (a Hugging
+    Face source is tp 1, pp 1 and becomes shards). ``dp`` shards the optimizer state over that
+    many ranks, ``pp_layers`` names the layers of each stage, ``vpp`` gives each stage that many
+    virtual ones, ``dtype`` casts the weights, ``axes`` are ranks of mesh axes beyond these.
+    ``use_distributed_optimizer`` picks the form of Megatron-LM's optimizer state.
+    ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. Default output:
+    ``DIR-tp4-pp2`` or ``DIR-hf`` beside the source. Raises CheckpointError.
     """
     unknown = set(axes) - set(AXES)
     if unknown:
@@ -116,54 +113,124 @@ def reshard(
         to,
         vpp,
         use_distributed_optimizer,
+        max_shard_size,
+        from_master,
     )
     _check_applies(options)
-    read, run = read or ReadOptions(), run or RunOptions()
-    if to == hf.NAME:
-        safe = safe_serialization is not False
-        return merge(source, output, dtype=dtype, safe_serialization=safe, read=read, run=run)
-    read = replace(read, weights_only=read.weights_only or weights_only)
-    ckpt = _accompanied(read_checkpoint(source, read), read.config)
-    model = ckpt.need_model()
-    if not weights_only and ckpt.optimizer_fault():
-        raise CheckpointError(ckpt.optimizer_fault())
-    name = to or (ckpt.format if ckpt.format in writers() else shard_names.NAME)
-    _check_applies(replace(options, to=name))
-    target = _target(ckpt, options)
-    metas = _cast(ckpt.manifest.tensors, dtype)
-    sides = _with_dtype(ckpt.manifest.side_files, dtype)
-    if read.vocab_size is not None:
-        sides = _with_vocab(sides, model)
-    order = WriteRequest(ckpt, target, metas, ckpt.manifest.state, weights_only, tuple(sides))
-    writer = writers()[name]
-    job = Job(
+    job = _job(source, output, options, read or ReadOptions())
+    return run_job(job, run or RunOptions())
+
+
+def merge(
+    source: str | Path,
+    output: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    max_shard_size: int | None = None,
+    config: str | Path | None = None,
+    from_master: bool = False,
+    safe_serialization: bool = True,
+    read: ReadOptions | None = None,
+    run: RunOptions | None = None,
+) -> Report:
+    """``reshard`` to a Hugging Face checkpoint; returns the report.
+
+    An ``output`` that ends in ``.safetensors`` or ``.bin`` is one file, any other a folder
+    with config, tokenizer and all other non-weight files of the source. Default: ``DIR-hf``.
+    ``max_shard_size`` is in bytes (None: one file), ``config`` a folder whose config and
+    tokenizer replace the source's, ``from_master`` exports the optimizer's fp32 masters.
+    """
+    read = read or ReadOptions()
+    return reshard(
+        source,
+        output,
+        to=HF,
+        dtype=dtype,
+        safe_serialization=safe_serialization,
+        max_shard_size=max_shard_size,
+        from_master=from_master,
+        read=replace(read, config=Path(config) if config else read.config),
+        run=run,
+    )
+
+
+def _job(
+    source: str | Path, output: str | Path | None, options: ReshardOptions, read: ReadOptions
+) -> Job:
+    """The conversion that the options describe, ready to be planned."""
+    weights_only = read.weights_only or options.weights_only
+    if options.to == HF:
+        weights_only = not options.from_master
+    options = replace(options, weights_only=weights_only)
+    ckpt = read_checkpoint(source, replace(read, weights_only=weights_only))
+    ckpt = _accompanied(ckpt, read.config)
+    writer = _writer(ckpt, options)
+    if not weights_only:
+        _check_optimizer(ckpt, options)
+    target = None if writer.WEIGHTS_ONLY else _target(ckpt, options)
+    where = _absolute(output) if output else _beside(ckpt, target, writer)
+    ckpt = _renamed_masters(ckpt) if options.from_master else ckpt
+    metas = _cast(ckpt.manifest.tensors, options.dtype)
+    dtype = parse_dtype(options.dtype) if options.dtype else ""
+    sides = _described(ckpt, dtype or (main_dtype(metas) if options.from_master else ""))
+    whole = _whole_files(where, options) if writer.WEIGHTS_ONLY else WholeFiles()
+    state = ckpt.manifest.state
+    order = WriteRequest(ckpt, target, metas, state, weights_only, tuple(sides), whole)
+    lost = "Hugging Face files hold no optimizer state"
+    return Job(
         ckpt,
         partial(writer.design, order),
-        _absolute(output) if output else _beside(ckpt, target, name),
-        single=False,
-        drop=lambda fqn: None,
+        where,
+        single=bool(whole.file_name),
+        drop=by_category(dict.fromkeys(STATES, lost) if writer.WEIGHTS_ONLY else {}),
         sides=partial(writer.sides, order),
         identity={"to": repr(options), "read": repr(read)},
+        notes=_notes(options),
     )
-    report = run_job(job, run)
-    if weights_only:
-        report.notes.append("optimizer and training state left out (--weights-only)")
-    return report
+
+
+def _writer(ckpt: Checkpoint, options: ReshardOptions) -> Writer:
+    """The writer of the format asked for: as the source, but shards for a Hugging Face one."""
+    name = options.to or (ckpt.format if ckpt.format in writers() else SHARDS)
+    name = SHARDS if name == HF and options.to is None else name
+    _check_applies(replace(options, to=name))
+    return writers()[name]
+
+
+def _check_optimizer(ckpt: Checkpoint, options: ReshardOptions) -> None:
+    """Optimizer state that is to be written, or exported, must be sound."""
+    fault = ckpt.optimizer_fault()
+    if fault and options.from_master:
+        fault = fault.replace(WITHOUT, "merge without --from-master")
+    if fault:
+        raise CheckpointError(fault)
+
+
+def _whole_files(where: Path, options: ReshardOptions) -> WholeFiles:
+    """One file where the output is named as one, else transformers' own names."""
+    single = where.suffix in (".bin", ".safetensors")
+    if single and options.max_shard_bytes is not None:
+        raise CheckpointError(f"--output {where} is one file; --max-shard-size needs a folder")
+    safe = options.safe is not False
+    return WholeFiles(safe, options.max_shard_bytes, where.name if single else "")
+
+
+def _notes(options: ReshardOptions) -> tuple[str, ...]:
+    if options.weights_only and options.to != HF:
+        return ("optimizer and training state left out (--weights-only)",)
+    return ()
 
 
 def _check_applies(options: ReshardOptions) -> None:
     """An unknown format, and options that the known one does not have, are refused by name."""
     if options.to is None:
         return
-    known = sorted({hf.NAME, *writers()})
-    if options.to not in known:
-        raise CheckpointError(f"--to {options.to}: not a format; known are {', '.join(known)}")
-    every = {f"--{axis}" for axis in AXES} | {"--dp", "--make-vocab-size-divisible-by"}
-    takes = (
-        frozenset({"--safe-serialization"})
-        if options.to == hf.NAME
-        else every | writers()[options.to].TAKES
-    )
+    if options.to not in writers():
+        known = ", ".join(sorted(writers()))
+        raise CheckpointError(f"--to {options.to}: not a format; known are {known}")
+    writer = writers()[options.to]
+    parallel = {f"--{axis}" for axis in AXES} | {"--dp", "--make-vocab-size-divisible-by"}
+    takes = writer.TAKES if writer.WEIGHTS_ONLY else parallel | writer.TAKES
     wrong = [name for name in options.asked() if name not in takes]
     if wrong:
         raise CheckpointError(
@@ -172,11 +239,13 @@ def _check_applies(options: ReshardOptions) -> None:
         )
 
 
-def _beside(ckpt: Checkpoint, target: Target, to: str) -> Path:
+def _beside(ckpt: Checkpoint, target: Target | None, writer: Writer) -> Path:
     """The default output: named after the source and the layout, and the format if it is new."""
     stem = ckpt.path.name if ckpt.path.is_dir() else ckpt.path.stem
-    kind = "" if to in (ckpt.format, shard_names.NAME) else f"-{to}"
-    return ckpt.path.parent / (stem + kind + "".join(f"-{a}{n}" for a, n in target.mesh.axes))
+    axes = target.mesh.axes if target is not None else ()
+    same = writer.TO in (ckpt.format, SHARDS) and target is not None
+    kind = "" if same else f"-{writer.TO}"
+    return ckpt.path.parent / (stem + kind + "".join(f"-{a}{n}" for a, n in axes))
 
 
 def _absolute(output: str | Path) -> Path:
@@ -222,7 +291,7 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
 
 def _is_bin(ckpt: Checkpoint) -> bool:
     """Whether shards should stay torch zips: the spelling of the source is kept."""
-    return ckpt.format == shard_names.NAME and any(f.path.endswith(".bin") for f in ckpt.files)
+    return ckpt.format == SHARDS and any(f.path.endswith(".bin") for f in ckpt.files)
 
 
 def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, TensorMeta]:
@@ -238,14 +307,19 @@ def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, Tenso
     }
 
 
-def _with_dtype(sides: tuple[SideFile, ...], dtype: str | None) -> list[SideFile]:
-    """Side files, with config.json saying the dtype that the weights are cast to.
+def _described(ckpt: Checkpoint, dtype: str) -> list[SideFile]:
+    """What travels along, with a config.json that says what is written; ``dtype`` if it is new.
 
-    transformers loads a model in its config's dtype: an old one would undo the cast.
+    transformers loads a model in its config's dtype, so an old one would undo a cast; rows that
+    --vocab-size cut are not in the weights any more.
     """
-    if dtype is None:
-        return list(sides)
-    return [_retyped(s, parse_dtype(dtype)) if s.name == "config.json" else s for s in sides]
+    sides, model = list(ckpt.manifest.side_files), ckpt.model
+    if dtype:
+        sides = [_retyped(s, dtype) if s.name == "config.json" else s for s in sides]
+    if model is not None and model.config.get("vocab_size") != model.sizes["vocab"]:
+        vocab = model.sizes["vocab"]
+        sides = [_resized(s, vocab) if s.name == "config.json" else s for s in sides]
+    return sides
 
 
 def _retyped(side: SideFile, dtype: str) -> SideFile:
@@ -253,13 +327,6 @@ def _retyped(side: SideFile, dtype: str) -> SideFile:
     keys = [key for key in ("dtype", "torch_dtype") if key in table] or ["torch_dtype"]
     table.update(dict.fromkeys(keys, TO_TORCH[dtype]))
     return SideFile(side.name, text=json.dumps(table, indent=2) + "\n")
-
-
-def _with_vocab(sides: list[SideFile], model: Model | None) -> list[SideFile]:
-    """Side files, with config.json saying the rows that are left where --vocab-size cut some."""
-    if model is None or model.config.get("vocab_size") == model.sizes["vocab"]:
-        return sides
-    return [_resized(s, model.sizes["vocab"]) if s.name == "config.json" else s for s in sides]
 
 
 def _resized(side: SideFile, vocab: int) -> SideFile:
@@ -283,74 +350,6 @@ def _accompanied(ckpt: Checkpoint, config: Path | None) -> Checkpoint:
     return replace(ckpt, manifest=replace(ckpt.manifest, side_files=tuple(sides.values())))
 
 
-def merge(
-    source: str | Path,
-    output: str | Path | None = None,
-    *,
-    dtype: str | None = None,
-    max_shard_size: int | None = None,
-    config: str | Path | None = None,
-    from_master: bool = False,
-    safe_serialization: bool = True,
-    read: ReadOptions | None = None,
-    run: RunOptions | None = None,
-) -> Report:
-    """Write ``source`` as a Hugging Face checkpoint; returns the report.
-
-    An ``output`` that ends in ``.safetensors`` or ``.bin`` is one file, any other a folder
-    with config, tokenizer and all other non-weight files of the source. Default: ``DIR-hf``.
-    ``max_shard_size`` is in bytes (None: one file), ``config`` a folder whose config and
-    tokenizer replace the source's, ``from_master`` exports the optimizer's fp32 masters.
-    """
-    to = MergeOptions(dtype, max_shard_size, from_master, safe_serialization)
-    read, options = read or ReadOptions(), run or RunOptions()
-    read = replace(read, config=Path(config) if config else read.config)
-    ckpt = read_checkpoint(source, replace(read, weights_only=not to.from_master))
-    if to.from_master and ckpt.optimizer_fault():
-        raise CheckpointError(
-            ckpt.optimizer_fault().replace(WITHOUT, "merge without --from-master")
-        )
-    ckpt = _accompanied(ckpt, read.config)
-    metas = _masters(ckpt) if to.from_master else _weights(ckpt)
-    metas = _cast(metas, to.dtype)
-    base = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent / ckpt.path.stem
-    where = _absolute(output) if output else base.parent / f"{base.name}-hf"
-    single = where.suffix in (".bin", ".safetensors")
-    if single and to.max_shard_bytes is not None:
-        raise CheckpointError(f"--output {where} is one file; --max-shard-size needs a folder")
-
-    def design(root: Path) -> Design:
-        return hf.design(
-            metas,
-            root,
-            file_name=where.name if single else "",
-            safe=to.safe,
-            max_shard_bytes=to.max_shard_bytes,
-        )
-
-    def sides(made: Design, files: Mapping[str, tuple[int, str]]) -> list[SideFile]:
-        return [] if single else _merge_sides(ckpt, to, made, files, metas)
-
-    drop = by_category(
-        {
-            **dict.fromkeys(STATES, "Hugging Face files hold no optimizer state"),
-            **({"": "the fp32 masters are exported in its place"} if to.from_master else {}),
-        }
-    )
-    job = Job(
-        _renamed_masters(ckpt) if to.from_master else ckpt,
-        design,
-        where,
-        single,
-        drop,
-        sides,
-        identity={"to": repr(to), "read": repr(read)},
-    )
-    report = run_job(job, options)
-    report.notes += _merge_notes(ckpt)
-    return report
-
-
 def _weights(ckpt: Checkpoint) -> dict[str, TensorMeta]:
     """The logical weights, padding left behind."""
     return {
@@ -360,61 +359,40 @@ def _weights(ckpt: Checkpoint) -> dict[str, TensorMeta]:
     }
 
 
-def _masters(ckpt: Checkpoint) -> dict[str, TensorMeta]:
-    """The weights with the types of their fp32 masters; an fp32 weight is its own."""
-    metas = {}
+def _masters(ckpt: Checkpoint) -> dict[str, str]:
+    """Each weight -> the logical name of its fp32 master; an fp32 weight is its own."""
+    found = {}
     missing = []
     mixed = bool(ckpt.manifest.category("master"))
     for fqn, weight in _weights(ckpt).items():
-        meta = ckpt.manifest.tensors.get("master/" + fqn)
-        if meta is None and mixed and weight.dtype == "F32":
-            meta = weight
-        if meta is None:
-            missing.append(fqn)
+        if "master/" + fqn in ckpt.manifest.tensors:
+            found[fqn] = "master/" + fqn
+        elif mixed and weight.dtype == "F32":
+            found[fqn] = fqn
         else:
-            metas[fqn] = meta
+            missing.append(fqn)
     if missing:
         raise CheckpointError(
             f"{ckpt.path}: --from-master: {len(missing)} weights have no master, first "
             f"{missing[0]}; merge without it"
         )
-    return metas
+    return found
 
 
 def _renamed_masters(ckpt: Checkpoint) -> Checkpoint:
-    """The checkpoint with its masters under the weights' names."""
+    """The checkpoint with its masters under the weights' names, their padding rows as well."""
     manifest = ckpt.manifest
-    keep = {f: f.removeprefix("master/") for f in manifest.tensors if f.startswith("master/")}
-    own = set(_weights(ckpt)) - set(keep.values())  # fp32 weights without a master
-    keep |= {f: f for f in own}
-    rest = {f: m for f, m in manifest.tensors.items() if f not in keep and category_of(f)}
-    tensors = {new: manifest.tensors[old] for old, new in keep.items()}
-    chunks = {new: [replace(c, fqn=new) for c in manifest.chunks[old]] for old, new in keep.items()}
-    for fqn in rest:
-        chunks[fqn] = manifest.chunks[fqn]
-    return replace(ckpt, manifest=replace(manifest, tensors={**tensors, **rest}, chunks=chunks))
-
-
-def _merge_notes(ckpt: Checkpoint) -> list[str]:
-    """What a Hugging Face folder cannot hold, in plain words."""
-    notes = []
-    if ckpt.manifest.state or ckpt.has_optimizer or ckpt.random_states:
-        notes.append("optimizer and training state left out: Hugging Face files do not hold them")
-    return notes
-
-
-def _merge_sides(
-    ckpt: Checkpoint,
-    to: MergeOptions,
-    made: Design,
-    files: Mapping[str, tuple[int, str]],
-    metas: Mapping[str, TensorMeta],
-) -> list[SideFile]:
-    """Config, tokenizer and the rest."""
-    dtype = main_dtype(metas) if to.dtype or to.from_master else None
-    found = _with_vocab(_with_dtype(ckpt.manifest.side_files, dtype), ckpt.model)
-    found += made.manifest.side_files
-    return found + checksums(files)
+    names = {old: new for new, old in _masters(ckpt).items()}
+    for fqn in manifest.tensors:
+        if category_of(fqn) == "master":
+            names.setdefault(fqn, fqn.removeprefix("master/"))
+        elif category_of(fqn) or (is_padding(fqn) and "master/" + fqn not in manifest.tensors):
+            names[fqn] = fqn
+    tensors = {new: manifest.tensors[old] for old, new in names.items()}
+    chunks = {
+        new: [replace(c, fqn=new) for c in manifest.chunks[old]] for old, new in names.items()
+    }
+    return replace(ckpt, manifest=replace(manifest, tensors=tensors, chunks=chunks))
 
 
 def verify_merge(

@@ -107,6 +107,7 @@ class Job:
     drop: Callable[[str], str | None]
     sides: SideWriter  # text files that need to know the written files' sizes and digests
     identity: Mapping[str, object]  # options that change bytes, for --resume
+    notes: tuple[str, ...] = ()  # lines of the report
 
 
 def run_job(job: Job, options: RunOptions) -> Report:
@@ -182,7 +183,7 @@ def _report(job: Job, options: RunOptions, design: Design, made: Plan, root: Pat
     peak = BASE_BYTES + options.memory_budget + chunks * CHUNK_BYTES
     files = [(_name(root, f.path), f.blueprint.size_bytes) for f in design.files]
     report = Report(job.output, made, files, peak_bytes=peak, dry_run=options.dry_run)
-    report.notes += job.source.notes + design.notes
+    report.notes += [*job.source.notes, *design.notes, *job.notes]
     return report
 
 

@@ -73,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="pad the vocabulary to a multiple of N x tp (default: as the source, else 128)",
     )
+    made.add_argument(
+        "--max-shard-size", metavar="5GB", help="of --to hf: split the weights (default: no)"
+    )
+    made.add_argument(
+        "--from-master",
+        action="store_true",
+        help="of --to hf: export the optimizer's fp32 master weights",
+    )
     options.add_reading(made)
     options.add_running(made)
     return made
@@ -98,6 +106,7 @@ def command(argv: Sequence[str]) -> int:
     if all(value is None for value in layout):
         made.error("name the new layout: --tp, --pp, --pp-layers, --vpp or --dp; or a format: --to")
     from shardwright.ckpt import reshard
+    from shardwright.ckpt.move.progress import parse_bytes
 
     report = reshard(
         source,
@@ -112,6 +121,8 @@ def command(argv: Sequence[str]) -> int:
         to=args.to,
         vpp=args.vpp,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        max_shard_size=parse_bytes(args.max_shard_size) if args.max_shard_size else None,
+        from_master=args.from_master,
         read=options.read_options(args),
         run=options.run_options(args),
     )

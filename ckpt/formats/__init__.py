@@ -29,7 +29,7 @@ class Format(Protocol):
 # The first whose ``sniff`` says yes reads a path. Import errors surface: a broken format must
 # not look like an unknown checkpoint.
 _READERS = ("native.reader", "megatron.torch_dist.reader", "megatron.classic.reader", "hf.reader")
-_WRITERS = ("native.writer", "megatron.torch_dist.writer", "megatron.classic.writer")
+_WRITERS = ("native.writer", "megatron.torch_dist.writer", "megatron.classic.writer", "hf.writer")
 
 
 @cache

@@ -18,15 +18,31 @@ Written = Mapping[str, tuple[int, str]]  # path below the output -> size, xxh3-1
 
 
 @dataclass(frozen=True, slots=True)
+class WholeFiles:
+    """How a format that is not cut by ranks spreads its tensors over files."""
+
+    safe: bool = True  # safetensors rather than torch zips
+    max_shard_bytes: int | None = None  # None: one file
+    file_name: str = ""  # of the one file that the output is; "" where it is a folder
+
+
+@dataclass(frozen=True, slots=True)
 class WriteRequest:
     """Everything that a writer is told."""
 
     source: Checkpoint
-    target: Target
-    metas: Mapping[str, TensorMeta]  # logical tensors to write, with the dtypes to write them in
+    parallel: Target | None  # None for a format that is not cut by ranks
+    metas: Mapping[str, TensorMeta]  # logical tensors of the source, with the dtypes to write
     state: Mapping[str, object]  # of the training run, JSON
     weights_only: bool  # leave optimizer and training state out
     sides: tuple[SideFile, ...]  # config, tokenizer and whatever else travels along
+    whole: WholeFiles = WholeFiles()
+
+    @property
+    def target(self) -> Target:
+        """The parallel layout, for writers that cut by ranks."""
+        assert self.parallel is not None
+        return self.parallel
 
 
 class Writer(Protocol):
@@ -34,6 +50,7 @@ class Writer(Protocol):
 
     TO: str  # what --to calls it; the NAME of the format that reads it
     TAKES: frozenset[str]  # of reshard's options that not every format has: those that it has
+    WEIGHTS_ONLY: bool  # whole weights and nothing else: neither ranks nor training state
 
     def design(self, order: WriteRequest, root: Path) -> Design:
         """Every file below ``root``, sub-folders included, and where each logical tensor lies.

@@ -7,45 +7,32 @@ names a family, names, shapes and the tied head are checked against its table; w
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...checkpoint.config import find_config, load_model
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
-from ...checkpoint.types import Checkpoint, Container, FileSummary, ReadOptions
-from ...containers import safetensors, torch_zip
+from ...checkpoint.types import Checkpoint, FileSummary, ReadOptions
 from ...errors import CheckpointError, raise_all
 from ...families import tables
-from ...model.box import full, row_major
-from ...model.design import Design, OutFile
+from ...model.box import full
 from ...model.dtypes import ITEMSIZE
 from ...model.family import Model, logical_shapes
-from ...model.file_layout import Entry, Index, Spec
-from ...model.manifest import PADDING, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
+from ...model.file_layout import Entry, Index
+from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
 from ..side_files import resolve, side_files, skipped_links
-
-NAME = "hf"
-# In the order in which transformers looks for them.
-_SINGLE = ("model.safetensors", "pytorch_model.bin")
-_INDEX = {name: name + ".index.json" for name in _SINGLE}
-_SPLIT = re.compile(r"(model|pytorch_model)-\d{5}-of-(\d{5})\.(safetensors|bin)")
-
-
-def container_of(path: Path) -> Container:
-    """The container of a file, by its ending."""
-    return safetensors if path.suffix == ".safetensors" else torch_zip
+from .names import INDEX, NAME, SINGLE, SPLIT, container_of
 
 
 def sniff(path: Path) -> bool:
     """Whether ``path`` is a weights file or a folder that transformers would open."""
     if path.is_file():
         return path.suffix in (".safetensors", ".bin", ".pt", ".pth")
-    names = (*_SINGLE, *_INDEX.values())
+    names = (*SINGLE, *INDEX.values())
     return any((path / n).is_file() or (path / n).is_symlink() for n in names) or any(
-        _SPLIT.fullmatch(child.name) for child in path.iterdir()
+        SPLIT.fullmatch(child.name) for child in path.iterdir()
     )
 
 
@@ -187,7 +174,7 @@ def _indices(path: Path) -> Iterator[Index]:
     if path.is_file():
         yield container_of(path).index(str(path))
         return
-    for single, index in _INDEX.items():
+    for single, index in INDEX.items():
         if (path / single).exists() or (path / single).is_symlink():
             file = resolve(path, single, path)
             yield container_of(file).index(str(file))
@@ -195,7 +182,7 @@ def _indices(path: Path) -> Iterator[Index]:
         if (path / index).exists() or (path / index).is_symlink():
             yield from _split_indices(path, path / index)
             return
-    parts = sorted(c.name for c in path.iterdir() if _SPLIT.fullmatch(c.name))
+    parts = sorted(c.name for c in path.iterdir() if SPLIT.fullmatch(c.name))
     raise CheckpointError(f"{path}: holds {parts[0]} but no index that names the parts")
 
 
@@ -216,65 +203,3 @@ def _split_indices(folder: Path, index: Path) -> Iterator[Index]:
             faults.append(f"{file}: holds {fqn}, which {index.name} {where}")
         yield part
     raise_all(sorted(faults), "index and files disagree")
-
-
-def design(
-    metas: Mapping[str, TensorMeta],
-    root: Path,
-    *,
-    file_name: str = "",
-    safe: bool = True,
-    max_shard_bytes: int | None = None,
-) -> Design:
-    """The files that hold ``metas`` below ``root``, and the index where there are several.
-
-    ``file_name`` asks for one file of that name instead of transformers' own names.
-    """
-    groups = _split(metas, max_shard_bytes) if not file_name else [list(metas)]
-    if file_name:
-        names = [file_name]
-    elif len(groups) == 1:
-        names = [_SINGLE[0] if safe else _SINGLE[1]]
-    else:
-        stem, end = ("model", "safetensors") if safe else ("pytorch_model", "bin")
-        names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.{end}" for i in range(len(groups))]
-    files, chunks, where = [], Chunks(), {}
-    for name, fqns in zip(names, groups, strict=True):
-        specs = [Spec(fqn, metas[fqn].dtype, metas[fqn].shape) for fqn in fqns]
-        path = root / name
-        blueprint = container_of(path).layout(specs, {})
-        files.append(OutFile(str(path), blueprint))
-        for fqn in fqns:
-            meta = metas[fqn]
-            strides = row_major(meta.shape)
-            view = View(str(path), blueprint.offsets[fqn], meta.shape, strides, meta.dtype)
-            chunks.add(Chunk(fqn, full(meta.shape), view))
-            where[fqn] = name
-    sides = (_index_file(names[0], where, metas),) if len(groups) > 1 else ()
-    return Design(files, Manifest(dict(metas), chunks.by_name, {}, sides))
-
-
-def _split(metas: Mapping[str, TensorMeta], limit: int | None) -> list[list[str]]:
-    """Consecutive tensors in groups of at most ``limit`` bytes; a larger one stands alone."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for fqn, meta in metas.items():
-        if limit is not None and groups[-1] and size + meta.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(fqn)
-        size += meta.nbytes
-    return groups
-
-
-def _index_file(first: str, where: Mapping[str, str], metas: Mapping[str, TensorMeta]) -> SideFile:
-    """transformers' index: sizes from the tensors that are written, keys sorted."""
-    table = {
-        "metadata": {
-            "total_parameters": sum(math.prod(m.shape) for m in metas.values()),
-            "total_size": sum(m.nbytes for m in metas.values()),
-        },
-        "weight_map": dict(sorted(where.items())),
-    }
-    name = _INDEX[_SINGLE[0] if first.endswith(".safetensors") else _SINGLE[1]]
-    return SideFile(name, text=json.dumps(table, indent=2, allow_nan=False) + "\n")

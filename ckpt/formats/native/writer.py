@@ -23,6 +23,7 @@ from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table, 
 
 TO = NAME
 TAKES = frozenset({"--pp-layers", "--vpp", "--safe-serialization"})
+WEIGHTS_ONLY = False
 
 
 def padded_vocab(vocab: int, multiple: int, tp: int) -> int:

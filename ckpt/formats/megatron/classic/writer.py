@@ -36,6 +36,7 @@ from .files import FILES, FLAT, TRACKER
 
 TO = "megatron"
 TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
+WEIGHTS_ONLY = False
 _HALF = ("BF16", "F16")
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")

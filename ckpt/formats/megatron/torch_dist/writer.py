@@ -33,6 +33,7 @@ from ..classic.files import TRACKER
 
 TO = "torch_dist"
 TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
+WEIGHTS_ONLY = False
 _BLOBS = "__0_0.distcp"
 _DESCRIPTION = (
     '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '

@@ -1,0 +1,28 @@
+"""File names of Hugging Face checkpoints, as transformers writes and looks for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...checkpoint.types import Container
+from ...containers import safetensors, torch_zip
+
+NAME = "hf"
+# In the order in which transformers looks for them.
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+INDEX = {name: name + ".index.json" for name in SINGLE}
+SPLIT = re.compile(r"(model|pytorch_model)-\d{5}-of-(\d{5})\.(safetensors|bin)")
+
+
+def container_of(path: Path) -> Container:
+    """The container of a file, by its ending."""
+    return safetensors if path.suffix == ".safetensors" else torch_zip
+
+
+def file_names(count: int, *, safe: bool) -> list[str]:
+    """The weights files of a checkpoint of ``count`` files."""
+    if count == 1:
+        return [SINGLE[0] if safe else SINGLE[1]]
+    stem, end = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    return [f"{stem}-{i + 1:05d}-of-{count:05d}.{end}" for i in range(count)]

@@ -1,0 +1,107 @@
+"""Designs Hugging Face checkpoints: one file or several with an index, config and tokenizer beside.
+
+Where the family is known, what is to be written comes from its table, so that a tensor that the
+source lost is an error. A model without a table is written as the source has it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...model.box import full, row_major
+from ...model.design import Design, OutFile
+from ...model.family import logical_shapes
+from ...model.file_layout import Spec
+from ...model.manifest import (
+    Chunk,
+    Chunks,
+    Manifest,
+    SideFile,
+    TensorMeta,
+    View,
+    category_of,
+    is_padding,
+)
+from ..writing import WriteRequest, Written, checksums
+from .names import INDEX, NAME, SINGLE, container_of, file_names
+
+TO = NAME
+TAKES = frozenset({"--safe-serialization", "--max-shard-size", "--from-master"})
+WEIGHTS_ONLY = True
+
+
+def design(order: WriteRequest, root: Path) -> Design:
+    """The files below ``root``, and the index where there are several."""
+    metas = _wanted(order)
+    whole = order.whole
+    groups = [list(metas)] if whole.file_name else _split(metas, whole.max_shard_bytes)
+    names = [whole.file_name] if whole.file_name else file_names(len(groups), safe=whole.safe)
+    files, chunks, where = [], Chunks(), {}
+    for name, fqns in zip(names, groups, strict=True):
+        specs = [Spec(fqn, metas[fqn].dtype, metas[fqn].shape) for fqn in fqns]
+        path = root / name
+        blueprint = container_of(path).layout(specs, {})
+        files.append(OutFile(str(path), blueprint))
+        for fqn in fqns:
+            meta = metas[fqn]
+            strides = row_major(meta.shape)
+            view = View(str(path), blueprint.offsets[fqn], meta.shape, strides, meta.dtype)
+            chunks.add(Chunk(fqn, full(meta.shape), view))
+            where[fqn] = name
+    index = (_index_file(where, metas, whole.safe),) if len(groups) > 1 else ()
+    return Design(files, Manifest(metas, chunks.by_name, {}, index), notes=_notes(order))
+
+
+def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+    """What travels along, the index, and digests; nothing beside a single file."""
+    if order.whole.file_name:
+        return []
+    return [*order.sides, *made.manifest.side_files, *checksums(files)]
+
+
+def _wanted(order: WriteRequest) -> dict[str, TensorMeta]:
+    """The logical tensors to write; `plan` reports those that the source lacks."""
+    model, metas = order.source.model, order.metas
+    if model is None:
+        return {f: m for f, m in metas.items() if category_of(f) == "" and not is_padding(f)}
+    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
+    return {
+        fqn: TensorMeta(shape, metas[fqn].dtype if fqn in metas else "F32")
+        for fqn, shape in shapes.items()
+    }
+
+
+def _notes(order: WriteRequest) -> list[str]:
+    source = order.source
+    if source.manifest.state or source.has_optimizer or source.random_states:
+        return ["optimizer and training state left out: Hugging Face files do not hold them"]
+    return []
+
+
+def _split(metas: Mapping[str, TensorMeta], limit: int | None) -> list[list[str]]:
+    """Consecutive tensors in groups of at most ``limit`` bytes; a larger one stands alone."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for fqn, meta in metas.items():
+        if limit is not None and groups[-1] and size + meta.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(fqn)
+        size += meta.nbytes
+    return groups
+
+
+def _index_file(where: Mapping[str, str], metas: Mapping[str, TensorMeta], safe: bool) -> SideFile:
+    """transformers' index: sizes from the tensors that are written, keys sorted."""
+    table = {
+        "metadata": {
+            "total_parameters": sum(math.prod(m.shape) for m in metas.values()),
+            "total_size": sum(m.nbytes for m in metas.values()),
+        },
+        "weight_map": dict(sorted(where.items())),
+    }
+    name = INDEX[SINGLE[0] if safe else SINGLE[1]]
+    return SideFile(name, text=json.dumps(table, indent=2, allow_nan=False) + "\n")

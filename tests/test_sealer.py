@@ -61,7 +61,7 @@ def test_digest_and_crcs_are_those_of_the_whole_file_in_any_order(made, least, t
     design = Design([OutFile(str(path), blueprint)], Manifest({}, {}))
     old, sealer.STEP_BYTES = sealer.STEP_BYTES, least
     try:
-        made = sealer.Sealer(design, work, checksum=True)
+        made = sealer.ChecksumFollower(design, work, checksum=True)
         with Files() as files:
             for i in order:
                 offset, length = tensors[i]
@@ -125,12 +125,12 @@ def test_a_continued_run_has_the_digests_of_the_whole_files(safe, tmp_path, monk
 def test_the_digest_is_nearly_done_when_the_last_tensor_is(tmp_path, monkeypatch):
     monkeypatch.setattr(sealer, "STEP_BYTES", 1)
     write_hf(tmp_path / "hf")
-    left, close = [], sealer.Sealer.close
+    left, close = [], sealer.ChecksumFollower.close
 
     def watched(self, workers):
         left.extend(trail.path for trail in self._trails.values() if not trail.done)
         return close(self, workers)
 
-    monkeypatch.setattr(sealer.Sealer, "close", watched)
+    monkeypatch.setattr(sealer.ChecksumFollower, "close", watched)
     merge(tmp_path / "hf", tmp_path / "one.bin", run=RunOptions(workers=1, **RUN))
     assert left == []

@@ -250,8 +250,8 @@ def test_every_golden_file_points_at_what_torch_loads(golden):
 
 def test_golden_files_are_read_without_torch_or_numpy(golden):
     script = (
-        "import sys; from shardwright.ckpt.containers import torchzip\n"
-        "for path in sys.argv[1:]: assert torchzip.index(path).size_bytes > 0\n"
+        "import sys; from shardwright.ckpt.containers import torch_zip\n"
+        "for path in sys.argv[1:]: assert torch_zip.index(path).size_bytes > 0\n"
         "assert not {'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     paths = [str(path) for path in sorted(golden.glob("**/*.pt"))]

@@ -1052,9 +1052,9 @@ def test_a_bad_file_of_options_is_named(tmp_path: Path, text: str, message: str)
 def test_help_shows_every_option_and_imports_nothing_heavy() -> None:
     code = (
         "import argparse, sys\n"
-        "from shardwright.train import config_options\n"
+        "from shardwright.train.config import cli\n"
         "parser = argparse.ArgumentParser()\n"
-        "config_options.options(parser)\n"
+        "cli.options(parser)\n"
         "print(parser.format_help())\n"
         "heavy = {'torch', 'numpy', 'yaml', 'transformers', 'megatron', 'accelerate'}\n"
         "sys.exit(str(heavy & sys.modules.keys()) if heavy & sys.modules.keys() else 0)\n"

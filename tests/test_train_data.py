@@ -375,7 +375,8 @@ def test_bad_data_is_an_error_on_every_rank_and_nobody_waits(tmp_path):
 
 RUN = """
 import sys
-from shardwright.train import data, data_index
+from shardwright.train.data import corpus as data_index
+from shardwright.train.data import samples as data
 real = data_index._tokenise
 data_index._tokenise = lambda *a: (print("built"), real(*a))
 data_index.import_megatron()
@@ -768,7 +769,7 @@ def test_an_indexed_dataset_is_the_only_data(tmp_path):
 
 def test_importing_the_data_module_imports_neither_torch_nor_megatron_nor_transformers():
     code = (
-        "import sys, shardwright.train.data\n"
+        "import sys, shardwright.train.data.samples\n"
         "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

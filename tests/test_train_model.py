@@ -561,7 +561,7 @@ def test_a_process_alone_needs_no_launcher(tmp_path):
 
 
 def test_the_cpu_cannot_be_set_up_after_megatron(tmp_path):
-    script = "import megatron.core; from shardwright.train import cpu; cpu.install()"
+    script = "import megatron.core; from shardwright.train.patches import cpu; cpu.install()"
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )

@@ -280,7 +280,7 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
         stages = interleaved(model.sizes["layer"], sizes["pp"], to.vpp)
     elif stages is None and "pp" not in asked:
         stages = ckpt.mesh.owned.get("pp")
-    mesh = build_mesh(model.family.select(model.flags), model.sizes, named_axes(sizes), stages)
+    mesh = build_mesh(model, named_axes(sizes), stages)
     dp = to.dp if to.dp is not None else ckpt.dp
     sharded = dp > 1 if to.dp is not None else ckpt.sharded
     sharded = to.distributed if to.distributed is not None else sharded

@@ -226,10 +226,10 @@ def test_more_dp_ranks_than_a_rank_has_elements_leave_some_shares_empty(tmp_path
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda ranges, key: ranges.pop(key), "an entry in ranges"),
+        (lambda ranges, key: ranges.pop(key), "gives the range None"),
         (lambda ranges, key: ranges.update({key: [0, 3]}), "shape"),
-        (lambda ranges, key: ranges.update({key: [10**9, 10**9 + 384]}), "shape"),
-        (lambda ranges, key: ranges.update({key: [-1, 383]}), "shape"),
+        (lambda ranges, key: ranges.update({key: [10**9, 10**9 + 384]}), "gives the range"),
+        (lambda ranges, key: ranges.update({key: [-1, 383]}), "gives the range"),
         (lambda ranges, key: ranges.update({key: "all"}), "no readable ranges"),
         (lambda ranges, key: ranges.update({key: [0, float("inf")]}), "no pair of numbers"),
     ],

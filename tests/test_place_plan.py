@@ -18,10 +18,11 @@ from strategies import MESHES, VARIANTS, is_valid_tp
 from shardwright.ckpt import CheckpointError, plan
 from shardwright.ckpt.checkpoint.config import load_model
 from shardwright.ckpt.model.box import Box, full, range_boxes, row_major
-from shardwright.ckpt.model.family import logical_shapes, mesh_flags, place
+from shardwright.ckpt.model.family import mesh_flags
 from shardwright.ckpt.model.layout import PACKINGS, default_layout, rounds
 from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View
 from shardwright.ckpt.model.mesh import Mesh, split_evenly
+from shardwright.ckpt.model.placement import logical_shapes, place
 
 # --- boxes ------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from typing import Protocol
 from ..checkpoint.json_io import CHECKSUMS
 from ..checkpoint.types import Checkpoint
 from ..model.design import Design
-from ..model.manifest import SideFile, TensorMeta
+from ..model.manifest import PADDING, SideFile, TensorMeta
+from ..model.placement import Placed
 from ..model.target import Target
 
 Written = Mapping[str, tuple[int, str]]  # path below the output -> size, xxh3-128 or ""
@@ -74,3 +75,27 @@ def checksums(files: Written) -> list[SideFile]:
         return []
     table = {name: {"size": size, "xxh3_128": mark} for name, (size, mark) in files.items()}
     return [SideFile(CHECKSUMS, text=json.dumps({"files": table}, indent=2) + "\n")]
+
+
+class StoredDtypes:
+    """The dtypes in which stored tensors are written: each has one, its parts' own."""
+
+    def __init__(self, metas: Mapping[str, TensorMeta]) -> None:
+        self.metas = metas  # logical tensors to write
+        self.faults: list[str] = []
+
+    def of(self, placed: Placed, state: str) -> str | None:
+        """The dtype of a stored weight or of its ``state``; None where no part of it is there."""
+        prefix = state + "/" if state else ""
+        parts = {fqn for fqn in placed.parts if not fqn.startswith(PADDING)}
+        if not parts:  # a rank that holds padding rows alone
+            parts = {fqn.removeprefix(PADDING) for fqn in placed.parts}
+        found = {fqn: self.metas[prefix + fqn].dtype for fqn in parts if prefix + fqn in self.metas}
+        if found and len(found) < len(parts):
+            lacking = sorted(parts - set(found))
+            self.faults.append(f"{prefix}{placed.name}: the source lacks {', '.join(lacking)}")
+        if len(set(found.values())) > 1:
+            self.faults.append(
+                f"{prefix}{placed.name}: its parts differ in dtype ({found}); pass --dtype"
+            )
+        return next(iter(found.values()), None)

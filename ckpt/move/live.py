@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, raise_all
-from ..formats.native.names import piece_meta
-from ..formats.native.writer import Placement
+from ..errors import raise_all
+from ..model.chunk_builder import ChunkBuilder
 from ..model.dtypes import ITEMSIZE
-from ..model.family import Placed
-from ..model.manifest import Chunk, Chunks, Manifest, TensorMeta, View
+from ..model.manifest import Manifest
+from ..model.placement import Placed, Placement
 from ..model.planner import Copy, plan
 
 if TYPE_CHECKING:
@@ -50,20 +49,11 @@ class LiveTensor:
 
 def manifest(tensors: Sequence[LiveTensor], here: Placement) -> Manifest:
     """Where the logical tensors' boxes lie in this rank's buffers."""
-    metas: dict[str, TensorMeta] = {}
-    chunks = Chunks()
+    builder = ChunkBuilder(here)
     for live in tensors:
-        size = ITEMSIZE[live.dtype]
-        pieces = live.placed.pieces
-        if not live.whole:
-            pieces = tuple(live.placed.clip(live.start, live.stop))
-        for piece in pieces:
-            fqn = f"{live.state}/{piece.fqn}" if live.state else piece.fqn
-            offset, strides = live.placed.bytes_at(piece, -live.start * size, size)
-            view = View(live.key, offset, piece.box.sizes, strides, live.dtype)
-            chunks.add(Chunk(fqn, piece.box, view))
-            metas[fqn] = piece_meta(piece, here.shapes, here.sizes, live.dtype)
-    return Manifest(metas, chunks.by_name)
+        span = None if live.whole else (live.start, live.stop)
+        builder.add(live.state, live.placed, live.key, 0, live.dtype, span)
+    return builder.manifest()
 
 
 def load(
@@ -97,11 +87,3 @@ def _check_buffers(tensors: Sequence[LiveTensor], buffers: Mapping[str, memoryvi
         if have != need:
             faults.append(f"{live.key}: needs {need} bytes of memory, got {have}")
     raise_all(faults, "live tensors")
-
-
-def find(rows: Sequence[Placed], name: str) -> Placed:
-    """The stored tensor of that name on a rank."""
-    for placed in rows:
-        if placed.name == name:
-            return placed
-    raise CheckpointError(f"{name}: no stored tensor of this rank has that name")

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.ckpt.formats.native.writer import placement
 from shardwright.ckpt.model.box import full, row_major
 from shardwright.ckpt.model.dtypes import FROM_TORCH, TO_TORCH
-from shardwright.ckpt.model.family import Model, logical_shapes
+from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.model.manifest import PADDING, Chunk, Manifest, TensorMeta, View, is_padding
+from shardwright.ckpt.model.placement import Placement, logical_shapes
 from shardwright.ckpt.model.planner import Copy, plan
 from shardwright.ckpt.move import live
 from shardwright.ckpt.move.executor import Budget, Mover, run_units, units
@@ -47,7 +47,7 @@ def parameter_names(original: Any, model: Model) -> dict[int, str]:
 def check_names(original: Any, model: Model) -> None:
     """TrainError unless the transformers model has exactly the tensors of its family."""
     rules = model.family.select(model.flags)
-    expected = logical_shapes(rules, {**model.sizes, "padded_vocab": model.sizes["vocab"]})
+    expected = logical_shapes(rules, model.sizes)
     tensors = logical_tensors(original, model)
     faults = [f"has {name}, which megatron-core's model has not" for name in
               sorted(tensors.keys() - expected.keys())]  # fmt: skip
@@ -164,10 +164,10 @@ def stored_parts(
     model: Model, layout: Layout, parallel: Parallel, vocab_multiple: int
 ) -> dict[str, list[str]]:
     """Stored name -> the logical tensors packed into it, for the tensors of this rank."""
-    here = placement(model, mesh_of(model, layout), vocab_multiple)
+    here = Placement.written(model, mesh_of(model, layout), vocab_multiple)
     coord = (("tp", parallel.tp_rank), ("pp", parallel.pp_rank))
     return {
-        placed.name: sorted({p.fqn.removeprefix(PADDING) for p in placed.pieces})
+        placed.name: sorted({fqn.removeprefix(PADDING) for fqn in placed.parts})
         for placed in here.placed[coord]
     }
 

@@ -34,6 +34,7 @@ from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.model.file_layout import Spec
 from shardwright.ckpt.model.manifest import Manifest, SideFile, category_of
 from shardwright.ckpt.model.mesh import Coord, Mesh
+from shardwright.ckpt.model.placement import Placement
 from shardwright.ckpt.model.target import Target
 from shardwright.ckpt.move import files, live
 from shardwright.ckpt.move.live import LiveTensor
@@ -73,10 +74,10 @@ class RankState:
     vocab_multiple: int
     control: dist.ProcessGroup | None  # gloo, for agreement on saves
     settle: Callable[[], None] = lambda: None  # every rank's weights are those of the last step
-    placement: shards_out.Placement = field(init=False)
+    placement: Placement = field(init=False)
 
     def __post_init__(self) -> None:
-        self.placement = shards_out.placement(self.model, self.mesh, self.vocab_multiple)
+        self.placement = Placement.written(self.model, self.mesh, self.vocab_multiple)
 
     def weights(self) -> list[Held]:
         """The weights, in row order."""
@@ -112,7 +113,7 @@ class RankState:
     def _held(
         self, state: str, name: str, tensor: torch.Tensor, start: int = 0, stop: int = -1
     ) -> Held:
-        placed = live.find(self.placement.placed[self.coord], name)
+        placed = self.placement.find(self.coord, name)
         if not self.sharded and stop >= 0:  # cut over a single rank: all of it
             tensor, start, stop = tensor.view(placed.shape), 0, -1
         dtype = FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
@@ -554,7 +555,7 @@ class Saver:
         target = self.held.target(pending.step)
         for side in pending.sides:
             _write_side(pending.stage, side)
-        padded = self.held.placement.sizes["padded_vocab"]
+        padded = self.held.placement.padded
         dtype = str(next(iter(self.held.named.values())).dtype).removeprefix("torch.")
         text = shards_out.checkpoint_json(target, pending.state, padded, dtype, table)
         _write_text(pending.stage / shard_names.CHECKPOINT, text)

@@ -203,7 +203,7 @@ class Engine:
             "position_embedding_type": "learned_absolute" if learned else "rope",
             "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
             "orig_vocab_size": model.sizes["vocab"],
-            "padded_vocab_size": self.rank_state().placement.sizes["padded_vocab"],
+            "padded_vocab_size": self.rank_state().placement.padded,
         }
 
     def zero_grad(self) -> None:

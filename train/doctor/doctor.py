@@ -19,7 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from shardwright.ckpt.errors import CheckpointError
-from shardwright.ckpt.model.family import Model, logical_shapes
+from shardwright.ckpt.model.family import Model
+from shardwright.ckpt.model.placement import logical_shapes
 
 from ..config.schema import TrainConfig
 from ..errors import TrainError

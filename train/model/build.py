@@ -29,10 +29,9 @@ import torch.nn.functional as F
 
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.families.rows import D as LAYER
-from shardwright.ckpt.formats.native.writer import padded_vocab
-from shardwright.ckpt.model.family import Model, build_mesh, mesh_flags, place
-from shardwright.ckpt.model.layout import default_layout, rounds
+from shardwright.ckpt.model.family import Model, build_mesh
 from shardwright.ckpt.model.mesh import named_axes
+from shardwright.ckpt.model.placement import Placement, padded_vocab
 
 from ..core.process import Layout, Parallel, import_megatron
 from ..errors import TrainError
@@ -318,12 +317,8 @@ def check_layout(model: Model, layout: Layout, options: ModelOptions) -> None:
             "choose a tp that divides them"
         )
     axes = named_axes({"tp": layout.tp, "pp": layout.pp})
-    rules = model.family.select(model.flags)
-    mesh = build_mesh(rules, model.sizes, axes, layout.owned(model.sizes["layer"]))
-    vocab = padded_vocab(model.sizes["vocab"], options.vocab_multiple, layout.tp)
-    rules = model.family.select(model.flags | mesh_flags(mesh))
-    sizes = {**model.sizes, "padded_vocab": vocab}
-    place(rules, sizes, mesh, rounds(default_layout(model.family)))
+    mesh = build_mesh(model, axes, layout.owned(model.sizes["layer"]))
+    Placement.written(model, mesh, options.vocab_multiple)
 
 
 def _architecture(said: _Said) -> dict[str, object]:

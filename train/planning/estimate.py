@@ -15,14 +15,13 @@ two H200 (docs/performance.md). bf16 training throughout. Imports neither torch 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from shardwright.ckpt.families.rows import D as LAYER
-from shardwright.ckpt.formats.native.writer import padded_vocab
-from shardwright.ckpt.model.family import Model, build_mesh, mesh_flags, place
-from shardwright.ckpt.model.layout import default_layout, rounds
+from shardwright.ckpt.model.family import Model, build_mesh
 from shardwright.ckpt.model.mesh import named_axes
+from shardwright.ckpt.model.placement import Placement, padded_vocab
 
 from ..doctor.findings import bubble_share
 from .hardware import GPU, PCIE
@@ -177,12 +176,9 @@ def shape_of(model: Model, name: str) -> Shape:
 
 def weights_of(model: Model, tp: int) -> Weights:
     """Parameters of a tensor-parallel rank; CheckpointError where ``tp`` cannot split the model."""
-    sizes = {**model.sizes, "layer": 1}
-    axes = named_axes({"tp": tp, "pp": 1})
-    mesh = build_mesh(model.family.select(model.flags), sizes, axes, ((0,),))
-    flags = model.flags | mesh_flags(mesh)
-    sizes["padded_vocab"] = padded_vocab(sizes["vocab"], VOCAB_MULTIPLE, tp)
-    placed = place(model.family.select(flags), sizes, mesh, rounds(default_layout(model.family)))
+    one = replace(model, sizes={**model.sizes, "layer": 1})
+    mesh = build_mesh(one, named_axes({"tp": tp, "pp": 1}), ((0,),))
+    placed = Placement.written(one, mesh, VOCAB_MULTIPLE).placed
     counts = {row.name: prod(row.shape) for row in placed[(("tp", 0), ("pp", 0))]}
     word = counts["embedding.word_embeddings.weight"]
     found = {"decoder.layers.": 0, "embedding.": 0, "decoder.final_layernorm.": 0}

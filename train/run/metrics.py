@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from shardwright.ckpt.model.family import Model, logical_shapes
+from shardwright.ckpt.model.family import Model
+from shardwright.ckpt.model.placement import logical_shapes
 
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"

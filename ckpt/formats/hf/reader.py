@@ -19,9 +19,10 @@ from ...errors import CheckpointError, raise_all
 from ...families import tables
 from ...model.box import full
 from ...model.dtypes import ITEMSIZE
-from ...model.family import Model, logical_shapes
+from ...model.family import Model
 from ...model.file_layout import Entry, Index
 from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
+from ...model.placement import logical_shapes
 from ..side_files import resolve, side_files, skipped_links
 from .names import INDEX, NAME, SINGLE, SPLIT, container_of
 

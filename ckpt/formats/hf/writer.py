@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ...model.box import full, row_major
 from ...model.design import Design, OutFile
-from ...model.family import logical_shapes
 from ...model.file_layout import Spec
 from ...model.manifest import (
     Chunk,
@@ -25,6 +24,7 @@ from ...model.manifest import (
     category_of,
     is_padding,
 )
+from ...model.placement import logical_shapes
 from ..writing import WriteRequest, Written, checksums
 from .names import INDEX, NAME, SINGLE, container_of, file_names
 

@@ -19,12 +19,12 @@ from ...checkpoint.types import FileSummary as Listed
 from ...containers import tensor_names, torch_zip
 from ...containers.pickles import TensorRef
 from ...model.box import row_major
+from ...model.chunk_builder import ChunkBuilder
 from ...model.dtypes import ITEMSIZE
-from ...model.family import Placed
 from ...model.file_layout import Entry
 from ...model.manifest import Chunk, View, locate
+from ...model.placement import Placed
 from ...move.files import Files
-from ..chunk_builder import Gather
 from . import args_codec
 from . import optimizer as megatron_optim
 from .classic.files import FLAT, RankFile
@@ -43,8 +43,8 @@ Group = Mapping[str, object]
 class OptimizerReader:
     """Adds the optimizer state of rank after rank to what the weights gave."""
 
-    def __init__(self, gather: Gather, result: Checkpoint) -> None:
-        self.gather, self.result = gather, result
+    def __init__(self, builder: ChunkBuilder, result: Checkpoint) -> None:
+        self.builder, self.result = builder, result
         self.state: dict[str, object] = {}  # "optimizer", for Manifest.state["megatron"]
         self.native: list[dict[str, object]] = []  # param_groups as the trainer keeps them
 
@@ -120,7 +120,7 @@ class OptimizerReader:
                 state, param = expected[name]
                 have[state, param.name] = entry
             elif name.startswith("optimizer.") and not _is_scalar_place(name):
-                self.gather.faults.append(
+                self.builder.faults.append(
                     f"{file}: {name}: unknown optimizer tensor of shape {list(entry.shape)}"
                 )
         masters = {name: entry for (state, name), entry in have.items() if state == "master"}
@@ -129,7 +129,7 @@ class OptimizerReader:
             self._unreadable(f"{file}: {wrong}, so the order of its optimizer state is unknown")
             return
         for (state, name), entry in have.items():
-            self.gather.add(state, rows[name], entry, file)
+            self.builder.add_entry(state, rows[name], entry, file)
         if not self.state and not any(state in STATES.values() for state, _ in have):
             self._say_fresh(file, groups)
         for state in (*STATES.values(), "master"):
@@ -137,7 +137,7 @@ class OptimizerReader:
             wanted = [p.name for b in (half if state == "master" else buckets) for p in b]
             lacking = [name for name in wanted if name not in some]
             if some and lacking:
-                self.gather.faults.append(f"{file}: {state} of {lacking[0]}: missing")
+                self.builder.faults.append(f"{file}: {state} of {lacking[0]}: missing")
 
     def _say_fresh(self, file: str, groups: Sequence[Group]) -> None:
         """Adam makes its moments in its first step; a save may come before that."""
@@ -192,7 +192,7 @@ class OptimizerReader:
                 return
             for state, entry in found.items():
                 self._buffer(state, flat, entry, rows, file)
-        self.gather.faults += [
+        self.builder.faults += [
             f"{file}: {name}: unknown tensor" for name in index.entries if name not in used
         ]
         self.result.files.append(Listed(file, "", index.size_bytes, len(index.entries)))
@@ -239,7 +239,7 @@ class OptimizerReader:
     ) -> None:
         """All parameters of one flat tensor. Masters of fp32 weights are those weights again."""
         if entry.shape != (flat.length,):
-            self.gather.faults.append(
+            self.builder.faults.append(
                 f"{file}: {entry.name}: shape {list(entry.shape)}, {[flat.length]} is needed"
             )
             return
@@ -249,7 +249,7 @@ class OptimizerReader:
                 self.result.left_out.append(("masters of fp32 weights repeat them", nbytes))
                 continue
             placed = rows[span.param.name]
-            self.gather.add(state, placed, _part(entry, span, placed.shape), file)
+            self.builder.add_entry(state, placed, _part(entry, span, placed.shape), file)
 
     # --- hyperparameters ---------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class OptimizerReader:
         step, step_in = _step(rank, groups, where)
         if self.state:
             if step is not None and step != self.state.get("step", step):
-                self.gather.faults.append(
+                self.builder.faults.append(
                     f"{rank.file}: the optimizer has done {step} steps, on other ranks "
                     f"{self.state['step']}; the ranks are of different saves"
                 )

@@ -1,6 +1,6 @@
 """What native rank files are called, and which of them a mesh needs.
 
-Shared by the reader (shards.py) and the designer (shards_out.py), so that a name has one rule.
+Shared by the reader and the writer, so that a name has one rule.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from pathlib import Path
 from ...checkpoint.types import Container
 from ...containers import safetensors, torch_zip
 from ...errors import CheckpointError, raise_all
-from ...model.family import Piece
-from ...model.manifest import PADDING, TensorMeta
 from ...model.mesh import AXES, Coord, Mesh
 
 NAME = "shards"
@@ -89,14 +87,3 @@ def container(suffix: str) -> Container:
 
 def mesh_table(mesh: Mesh, dp: int) -> tuple[tuple[str, int], ...]:
     return (*mesh.axes, ("dp", dp))
-
-
-def piece_meta(
-    piece: Piece, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int], dtype: str
-) -> TensorMeta:
-    """The logical tensor that a piece belongs to; padding rows are a tensor of their own."""
-    if not piece.fqn.startswith(PADDING):
-        return TensorMeta(shapes[piece.fqn], dtype)
-    rows = sizes["padded_vocab"] - sizes["vocab"]
-    shape = (rows, *shapes[piece.fqn.removeprefix(PADDING)][1:])
-    return TensorMeta(shape, dtype, elastic=True)

@@ -1,6 +1,6 @@
 """Our native ``tp_X_pp_Y`` shards, and such folders that somebody else wrote.
 
-Reads by the pieces of ``family.place`` that ``shards_out`` designs by. ``checkpoint.json`` says
+Reads by the pieces that ``writer.py`` designs by. ``checkpoint.json`` says
 everything that names and shapes do not; without it the folder is foreign and the rest is
 detected from names, or asked for. docs/format.md is the format's description.
 """
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +20,14 @@ from ...checkpoint.config import find_config, load_model
 from ...checkpoint.json_io import load_json, read_digests
 from ...checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
 from ...errors import CheckpointError, raise_all
-from ...model.box import row_major
-from ...model.dtypes import ITEMSIZE, TO_TORCH
-from ...model.family import Model, Piece, Placed, build_mesh, logical_shapes, mesh_flags, place
+from ...model.chunk_builder import ChunkBuilder
+from ...model.dtypes import TO_TORCH
+from ...model.family import Model, build_mesh
 from ...model.file_layout import Entry, Index
-from ...model.layout import check_layout, rounds
-from ...model.manifest import STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
+from ...model.layout import check_layout
+from ...model.manifest import STATES, Manifest, SideFile
 from ...model.mesh import AXES, Coord, Mesh, named_axes, split_by_counts
-from ..chunk_builder import bare
+from ...model.placement import Placement
 from ..megatron.names import EXTRA, FUSED_NORMS
 from ..side_files import side_files, skipped_links
 from .names import (
@@ -39,7 +39,6 @@ from .names import (
     check_files,
     container,
     mesh_table,
-    piece_meta,
     scan,
 )
 
@@ -164,8 +163,7 @@ def _header(
         owned = None
     else:
         owned = _detect_stages(path, indices, count)
-    rules = model.family.select(model.flags)
-    mesh = build_mesh(rules, model.sizes, named_axes(shape), owned)
+    mesh = build_mesh(model, named_axes(shape), owned)
     return _Header(mesh, shape.get("dp", 1), layout, table)
 
 
@@ -234,18 +232,13 @@ class _Reader:
         self.path, self.header, self.model, self.names = path, header, model, names
         self.indices, self.options = indices, options
         self.native = bool(header.table)
-        self.faults: list[str] = []
-        self.metas: dict[str, TensorMeta] = {}
-        self.chunks = Chunks()
-        mesh = header.mesh
-        self.rules = model.family.select(model.flags | mesh_flags(mesh))
-        self.sizes = {**model.sizes, "padded_vocab": self._padded_vocab()}
         try:
-            self.placed = place(self.rules, self.sizes, mesh, rounds(header.layout))
+            self.here = Placement.of(model, header.mesh, header.layout, self._padded_vocab())
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        self.shapes = logical_shapes(self.rules, self.sizes)
-        self.result = Checkpoint(path, NAME, Manifest({}, {}), model, mesh, header.dp)
+        self.builder = ChunkBuilder(self.here)
+        self.faults = self.builder.faults
+        self.result = Checkpoint(path, NAME, Manifest({}, {}), model, header.mesh, header.dp)
 
     def _padded_vocab(self) -> int:
         """Vocabulary rows of all ranks together, as the files have them."""
@@ -271,7 +264,7 @@ class _Reader:
         raise_all(self.faults, f"{self.path}")
         result.has_optimizer = bool(self.names.optimizer)
         result.layout = self.header.layout
-        result.padded_vocab = self.sizes["padded_vocab"]
+        result.padded_vocab = self.here.padded
         result.vocab_multiple = self._whole(
             "make_vocab_size_divisible_by", result.vocab_multiple, least=1
         )
@@ -285,9 +278,7 @@ class _Reader:
             for f in sorted(self.path.iterdir())
             if _RANDOM.fullmatch(f.name)
         )
-        order = {fqn: i for i, fqn in enumerate(self.shapes)}
-        metas = dict(sorted(self.metas.items(), key=lambda kv: order.get(bare(kv[0]), len(order))))
-        result.manifest = Manifest(metas, self.chunks.by_name, state, side_files(self.path))
+        result.manifest = self.builder.manifest(state, side_files(self.path))
         result.notes += skipped_links(self.path)
         if not self.native:
             self._say_foreign()
@@ -350,7 +341,7 @@ class _Reader:
     def _weights(self, coord: Coord, index: Index) -> None:
         """A rank's model file: names and shapes must be those of its place in the mesh."""
         self._check_rank(coord, index)
-        rows = {p.name: p for p in self.placed[coord]}
+        rows = {p.name: p for p in self.here.placed[coord]}
         found = set()
         for name, entry in self._renamed(index, self._first_layer(coord, index)):
             if not self.native and name.endswith(EXTRA):
@@ -363,13 +354,7 @@ class _Reader:
                 )
                 continue
             found.add(name)
-            if entry.shape != placed.shape:
-                self.faults.append(
-                    f"{index.path}: {name}: shape {list(entry.shape)}, this rank of the mesh needs "
-                    f"{list(placed.shape)}"
-                )
-                continue
-            self._add("", placed, placed.pieces, entry, index.path, 0)
+            self.builder.add_entry("", placed, entry, index.path)
         for name in rows:
             if name not in found:
                 self.faults.append(f"{index.path}: {name}: missing")
@@ -397,39 +382,6 @@ class _Reader:
                     f"{value}; was it swapped or taken from another save?"
                 )
 
-    def _add(
-        self,
-        state: str,
-        placed: Placed,
-        pieces: Iterable[Piece],
-        entry: Entry,
-        file: str,
-        start: int,
-    ) -> None:
-        """The pieces of one stored tensor as chunks.
-
-        ``entry`` holds the row-major elements of ``placed`` from ``start`` on.
-        """
-        prefix = state + "/" if state else ""
-        size = ITEMSIZE[entry.dtype]
-        if start == 0 and entry.shape == placed.shape and entry.strides != row_major(entry.shape):
-            self.faults.append(
-                f"{file}: {entry.name}: not contiguous; save it again with .contiguous()"
-            )
-            return
-        for piece in pieces:
-            base = entry.offset_bytes - start * size
-            offset, strides = placed.bytes_at(piece, base, size)
-            fqn = prefix + piece.fqn
-            meta = piece_meta(piece, self.shapes, self.sizes, entry.dtype)
-            have = self.metas.setdefault(fqn, meta)
-            if have.dtype != meta.dtype:
-                self.faults.append(
-                    f"{file}: {entry.name}: {meta.dtype}, other ranks hold {have.dtype}"
-                )
-            view = View(file, offset, piece.box.sizes, strides, entry.dtype)
-            self.chunks.add(Chunk(fqn, piece.box, view))
-
     def _optimizer(self) -> None:
         """Optimizer files, whole or cut into row-major ranges over dp."""
         found = self.names.optimizer
@@ -453,7 +405,7 @@ class _Reader:
 
     def _optimizer_file(self, coord: Coord, index: Index) -> None:
         rank = tuple((axis, number) for axis, number in coord if axis != "dp")
-        rows = {p.name: p for p in self.placed[rank]}
+        rows = {p.name: p for p in self.here.placed[rank]}
         ranges = _ranges(index) if rank != coord else None
         for key, entry in index.entries.items():
             state, _, name = key.partition("/")
@@ -461,19 +413,17 @@ class _Reader:
             if state not in STATES or placed is None:
                 self.faults.append(f"{index.path}: {key}: unknown optimizer tensor")
                 continue
-            start, stop = 0, math.prod(placed.shape)
-            wanted = placed.shape
+            span = None
             if ranges is not None:
-                start, stop = ranges.get(key, (0, -1))
-                wanted = (stop - start,)
-            if entry.shape != wanted or start < 0 or stop > math.prod(placed.shape):
-                self.faults.append(
-                    f"{index.path}: {key}: shape {list(entry.shape)}, its place in the mesh needs "
-                    f"{list(wanted) if stop >= start else 'an entry in ranges'}"
-                )
-                continue
-            pieces = placed.clip(start, stop) if ranges is not None else placed.pieces
-            self._add(state, placed, pieces, entry, index.path, start)
+                span = ranges.get(key)
+                total = math.prod(placed.shape)
+                if span is None or not 0 <= span[0] <= span[1] <= total:
+                    self.faults.append(
+                        f"{index.path}: {key}: its metadata gives the range {span and list(span)}, "
+                        f"this rank has the elements 0 to {total}"
+                    )
+                    continue
+            self.builder.add_entry(state, placed, entry, index.path, span)
         self._note_file(index, coord)
 
 

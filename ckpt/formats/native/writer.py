@@ -5,50 +5,25 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import CheckpointError, raise_all
+from ...model.chunk_builder import ChunkBuilder, Span
 from ...model.design import Design, OutFile
-from ...model.dtypes import ITEMSIZE, TO_TORCH
-from ...model.family import Model, Piece, Placed, Rule, logical_shapes, mesh_flags, place
+from ...model.dtypes import TO_TORCH
 from ...model.file_layout import Spec
-from ...model.layout import default_layout, rounds
-from ...model.manifest import PADDING, STATES, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
-from ...model.mesh import Coord, Mesh, split_by_counts
+from ...model.layout import default_layout
+from ...model.manifest import STATES, SideFile, TensorMeta
+from ...model.mesh import Coord, split_by_counts
+from ...model.placement import Placed, Placement, padded_vocab
 from ...model.target import Target, main_dtype
-from ..writing import WriteRequest, Written
-from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table, piece_meta
+from ..writing import StoredDtypes, WriteRequest, Written
+from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table
 
 TO = NAME
 TAKES = frozenset({"--pp-layers", "--vpp", "--safe-serialization"})
 WEIGHTS_ONLY = False
-
-
-def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
-    """The smallest multiple of ``multiple * tp`` that is at least ``vocab`` (Megatron's rule)."""
-    unit = multiple * tp
-    return -(-vocab // unit) * unit
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A model on a mesh, in the packing that this tool writes."""
-
-    rules: list[Rule]
-    sizes: dict[str, int]  # of the model, `padded_vocab` included
-    shapes: dict[str, tuple[int, ...]]  # logical tensors
-    placed: dict[Coord, list[Placed]]  # every rank's stored tensors
-
-
-def placement(model: Model, mesh: Mesh, vocab_multiple: int) -> Placement:
-    """Where each element of a model lies on each rank; raises where the mesh cannot be."""
-    rules = model.family.select(model.flags | mesh_flags(mesh))
-    vocab = padded_vocab(model.sizes["vocab"], vocab_multiple, mesh.size("tp"))
-    sizes = {**model.sizes, "padded_vocab": vocab}
-    placed = place(rules, sizes, mesh, rounds(default_layout(model.family)))
-    return Placement(rules, sizes, logical_shapes(rules, sizes), placed)
 
 
 def design(order: WriteRequest, root: Path) -> Design:
@@ -57,18 +32,17 @@ def design(order: WriteRequest, root: Path) -> Design:
     Optimizer states are placed for exactly the tensors that have them.
     """
     target, metas = order.target, order.metas
-    here = placement(target.model, target.mesh, target.vocab_multiple)
-    writer = Collector(target, metas, root, here)
+    here = Placement.written(target.model, target.mesh, target.vocab_multiple)
+    writer = _Collector(target, metas, root, here)
     for coord, rows in here.placed.items():
         writer.model_file(coord, rows)
     states = [s for s in STATES if any(fqn.startswith(s + "/") for fqn in metas)]
     if states:
         for coord, rows in here.placed.items():
             writer.optimizer_files(coord, rows, states)
-    raise_all(writer.faults, "these tensors cannot be packed")
-    repeats = sum({"tie_word_embeddings", "pp>1"} <= set(rule.when) for rule in here.rules)
-    manifest = Manifest(writer.metas, writer.chunks.by_name)
-    return Design(writer.files, manifest, repeats * (1 + len(states)), _notes(order))
+    raise_all(writer.dtypes.faults, "these tensors cannot be packed")
+    tied = here.tied_copies * (1 + len(states))
+    return Design(writer.files, writer.builder.manifest(), tied, _notes(order))
 
 
 def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
@@ -101,51 +75,23 @@ def _same_layout(order: WriteRequest) -> bool:
     )
 
 
-class Collector:
+class _Collector:
     """Collects the files and chunks of a design."""
 
     def __init__(
-        self,
-        target: Target,
-        source: Mapping[str, TensorMeta],
-        root: Path,
-        here: Placement,
+        self, target: Target, metas: Mapping[str, TensorMeta], root: Path, here: Placement
     ) -> None:
-        self.target, self.source, self.root = target, source, root
-        self.shapes, self.sizes = here.shapes, here.sizes
+        self.target, self.root = target, root
+        self.dtypes, self.builder = StoredDtypes(metas), ChunkBuilder(here)
         self.files: list[OutFile] = []
-        self.faults: list[str] = []
-        self.metas: dict[str, TensorMeta] = {}
-        self.chunks = Chunks()
         self.suffix = "safetensors" if target.safe else "bin"
-
-    def dtype_of(self, placed: Placed, prefix: str) -> str | None:
-        """The one dtype of a stored tensor's parts; None where the source has none of them."""
-        parts = {p.fqn for p in placed.pieces if not p.fqn.startswith(PADDING)}
-        if not parts:  # a rank that holds padding rows alone
-            parts = {p.fqn.removeprefix(PADDING) for p in placed.pieces}
-        found = {
-            fqn: self.source[prefix + fqn].dtype for fqn in parts if prefix + fqn in self.source
-        }
-        if found and len(found) < len(parts):
-            lacking = sorted(parts - set(found))
-            self.faults.append(f"{prefix}{placed.name}: the source lacks {', '.join(lacking)}")
-        if len(set(found.values())) > 1:
-            self.faults.append(
-                f"{prefix}{placed.name}: its parts differ in dtype ({found}); pass --dtype"
-            )
-        return next(iter(found.values()), None)
 
     def model_file(self, coord: Coord, rows: list[Placed]) -> None:
         """A rank's weights."""
-        specs, kept = [], []
-        for placed in rows:
-            dtype = self.dtype_of(placed, "")
-            if dtype is None:  # plan reports the missing parts by their own names
-                dtype = "F32"
-            specs.append(Spec(placed.name, dtype, placed.shape))
-            kept.append((placed, placed.pieces, 0))
-        self._file("model", coord, specs, {}, [("", *row) for row in kept])
+        # plan reports the missing parts by their own names
+        dtypes = [self.dtypes.of(placed, "") or "F32" for placed in rows]
+        specs = [Spec(p.name, dtype, p.shape) for p, dtype in zip(rows, dtypes, strict=True)]
+        self._file("model", coord, specs, {}, [("", placed, None) for placed in rows])
 
     def optimizer_files(self, coord: Coord, rows: list[Placed], states: list[str]) -> None:
         """A rank's optimizer state: one file, or one for each dp rank's flat share."""
@@ -153,12 +99,11 @@ class Collector:
             (state, placed, dtype)
             for state in states
             for placed in rows
-            if (dtype := self.dtype_of(placed, state + "/")) is not None
+            if (dtype := self.dtypes.of(placed, state)) is not None
         ]
         if not self.target.sharded:
             specs = [Spec(f"{s}/{p.name}", dtype, p.shape) for s, p, dtype in have]
-            rows_ = [(s, p, p.pieces, 0) for s, p, _ in have]
-            self._file("optimizer", coord, specs, {}, rows_)
+            self._file("optimizer", coord, specs, {}, [(s, p, None) for s, p, _ in have])
             return
         starts = dict(
             zip(
@@ -189,7 +134,7 @@ class Collector:
             key = f"{state}/{placed.name}"
             ranges[key] = [start, stop]
             specs.append(Spec(key, dtype, (stop - start,)))
-            rows.append((state, placed, tuple(placed.clip(start, stop)), start))
+            rows.append((state, placed, (start, stop)))
         self._file("optimizer", coord, specs, {"ranges": json.dumps(ranges)}, rows)
 
     def _file(
@@ -198,22 +143,15 @@ class Collector:
         coord: Coord,
         specs: list[Spec],
         metadata: Mapping[str, str],
-        rows: list[tuple[str, Placed, tuple[Piece, ...], int]],
+        rows: Sequence[tuple[str, Placed, Span | None]],
     ) -> None:
         path = str(self.root / file_name(kind, coord, self.suffix))
         table = {**rank_metadata(self.target, coord), **metadata}
         blueprint = container(self.suffix).layout(specs, table)
         self.files.append(OutFile(path, blueprint))
-        for spec, (state, placed, pieces, start) in zip(specs, rows, strict=True):
-            size = ITEMSIZE[spec.dtype]
-            base = blueprint.offsets[spec.name] - start * size
-            for piece in pieces:
-                fqn = f"{state}/{piece.fqn}" if state else piece.fqn
-                offset, strides = placed.bytes_at(piece, base, size)
-                view = View(path, offset, piece.box.sizes, strides, spec.dtype)
-                self.chunks.add(Chunk(fqn, piece.box, view))
-                if fqn not in self.metas:
-                    self.metas[fqn] = piece_meta(piece, self.shapes, self.sizes, spec.dtype)
+        for spec, (state, placed, span) in zip(specs, rows, strict=True):
+            at = blueprint.offsets[spec.name]
+            self.builder.add(state, placed, path, at, spec.dtype, span)
 
 
 def rank_metadata(target: Target, coord: Coord) -> dict[str, str]:

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
 from ....errors import CheckpointError, raise_all
+from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import Model, Placed, build_mesh, logical_shapes, mesh_flags, place
+from ....model.family import Model, build_mesh
 from ....model.file_layout import Entry
-from ....model.layout import check_layout, rounds
-from ....model.manifest import SideFile
-from ....model.mesh import Coord, Mesh
-from ...chunk_builder import Gather
+from ....model.layout import check_layout
+from ....model.manifest import Manifest, SideFile
+from ....model.mesh import Coord
+from ....model.placement import Placed, Placement
 from .. import args as megatron_args
 from .. import args_codec
 from .. import names as megatron_names
@@ -71,10 +72,11 @@ class _Reader:
         self.owned, self.numbers = self._stages()
         self.padded = self._padded_vocab()
         self.model, self.config, notes = self._model()
-        self.gather, self.placed, self.mesh = self._place()
-        self.result = Checkpoint(path, NAME, self.gather.manifest({}, ()), self.model, self.mesh)
+        self.here = self._place()
+        self.builder = ChunkBuilder(self.here)
+        self.result = Checkpoint(path, NAME, Manifest({}, {}), self.model, self.here.mesh)
         self.result.notes += notes
-        self.optimizer = OptimizerReader(self.gather, self.result)
+        self.optimizer = OptimizerReader(self.builder, self.result)
 
     def _check_precision(self) -> None:
         """fp8 with delayed scaling: the scales are a part of the training state."""
@@ -134,7 +136,7 @@ class _Reader:
             )
         return padded
 
-    def _place(self) -> tuple[Gather, dict[Coord, list[Placed]], Mesh]:
+    def _place(self) -> Placement:
         model, padded, true = self.model, self.padded, self.model.sizes["vocab"]
         if padded < true:
             raise CheckpointError(
@@ -142,15 +144,11 @@ class _Reader:
                 f"than the {true} of the config"
             )
         self.layout = check_layout(self._packing(), model.family, str(self.path))
-        rules = model.family.select(model.flags)
-        mesh = build_mesh(rules, model.sizes, (("tp", self.tp), ("pp", self.pp)), self.owned)
-        rules = model.family.select(model.flags | mesh_flags(mesh))
-        sizes = {**model.sizes, "padded_vocab": padded}
+        mesh = build_mesh(model, (("tp", self.tp), ("pp", self.pp)), self.owned)
         try:
-            placed = place(rules, sizes, mesh, rounds(self.layout))
+            return Placement.of(model, mesh, self.layout, padded)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
-        return Gather(logical_shapes(rules, sizes), sizes), placed, mesh
 
     def _packing(self) -> dict[str, str]:
         """How query, key and value rows are packed: as the version says, or the user."""
@@ -168,7 +166,7 @@ class _Reader:
         result = self.result
         for coord, rank in self.ranks.items():
             self._rank(coord, rank)
-        raise_all(self.gather.faults, f"{self.folder}")
+        raise_all(self.builder.faults, f"{self.folder}")
         state = self._state()
         result.layout = self.layout
         result.padded_vocab = self.padded
@@ -182,13 +180,13 @@ class _Reader:
         result.notes += notes
         if self.config is not None:
             sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))
-        result.manifest = self.gather.manifest(state, tuple(sides))
+        result.manifest = self.builder.manifest(state, tuple(sides))
         return result
 
     # --- weights -----------------------------------------------------------------------------
 
     def _rank(self, coord: Coord, rank: megatron_files.RankFile) -> None:
-        rows = {p.name: p for p in self.placed[coord]}
+        rows = {p.name: p for p in self.here.placed[coord]}
         weights: dict[str, Entry] = {}
         params: list[Param] = []
         for v, chunk in enumerate(rank.chunks):
@@ -200,21 +198,21 @@ class _Reader:
                 placed = rows.get(name)
                 if placed is None or name in weights:
                     what = "the second" if name in weights else "unknown tensor,"
-                    self.gather.faults.append(
+                    self.builder.faults.append(
                         f"{rank.file}: {entry.name}: {what} {name} of shape {list(entry.shape)}"
                     )
                     continue
                 weights[name] = entry
-                self.gather.add("", placed, entry, rank.file)
+                self.builder.add_entry("", placed, entry, rank.file)
                 params.append(Param(name, entry.shape, entry.dtype, v, self._is_shared(name)))
-        self.gather.faults += [f"{rank.file}: {n}: missing" for n in rows if n not in weights]
+        self.builder.faults += [f"{rank.file}: {n}: missing" for n in rows if n not in weights]
         self._count(rank)
-        layers = self.mesh.owned["pp"][dict(coord)["pp"]]
+        layers = self.here.mesh.owned["pp"][dict(coord)["pp"]]
         says = " ".join(f"{axis} {number}" for axis, number in coord)
         self.result.files.append(
             FileSummary(rank.file, says, rank.index.size_bytes, len(rank.index.entries), layers)
         )
-        if self.gather.faults:
+        if self.builder.faults:
             return  # what the optimizer lacks follows from them
         self._optimizer_of(rank, rows, params, weights)
 
@@ -262,7 +260,7 @@ class _Reader:
             if re.fullmatch(r"model\d*", head) or head == "optimizer":
                 continue
             if head not in megatron_files.DROPPED:
-                self.gather.faults.append(f"{rank.file}: {entry.name}: unknown tensor")
+                self.builder.faults.append(f"{rank.file}: {entry.name}: unknown tensor")
         for key, reason in megatron_files.DROPPED.items():
             if key in rank.index.extra:
                 left_out.append((reason, 0))

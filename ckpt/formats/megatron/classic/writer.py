@@ -16,16 +16,15 @@ from typing import Any
 from ....containers import torch_zip
 from ....containers.pickles import Global, Stub
 from ....errors import CheckpointError, raise_all
+from ....model.chunk_builder import ChunkBuilder
 from ....model.design import Design, OutFile
 from ....model.dtypes import ITEMSIZE, TO_TORCH
-from ....model.family import Placed
 from ....model.file_layout import FileLayout, Spec
-from ....model.manifest import STATES, Chunk, Manifest, SideFile, View
+from ....model.manifest import STATES, SideFile
 from ....model.mesh import Coord, runs
+from ....model.placement import Placed, Placement
 from ....model.target import main_dtype
-from ...native import writer as shards_out
-from ...native.names import piece_meta
-from ...writing import WriteRequest, Written, checksums
+from ...writing import StoredDtypes, WriteRequest, Written, checksums
 from .. import args as megatron_args
 from .. import args_codec
 from .. import names as megatron_names
@@ -76,8 +75,9 @@ class Writer:
     def __init__(self, order: WriteRequest, root: Path) -> None:
         target = order.target
         self.order, self.target = order, target
-        self.here = shards_out.placement(target.model, target.mesh, target.vocab_multiple)
-        self.collector = shards_out.Collector(target, order.metas, root, self.here)
+        self.here = Placement.written(target.model, target.mesh, target.vocab_multiple)
+        self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(order.metas)
+        self.files: list[OutFile] = []
         name = "release" if target.step is None else f"iter_{target.step:07d}"
         self.folder = root / name
         table = order.state.get("megatron")
@@ -121,7 +121,7 @@ class Writer:
             dp=target.dp,
             vpp=self.vpp,
             stages=self.uneven,
-            padded_vocab=self.here.sizes["padded_vocab"],
+            padded_vocab=self.here.padded,
             vocab_multiple=target.vocab_multiple,
             distributed=target.sharded,
             dtype=main_dtype(self.order.metas),
@@ -133,12 +133,10 @@ class Writer:
     def design(self) -> Design:
         for coord, placed in self.here.placed.items():
             self._rank(coord, list(self._rows(coord, placed)))
-        raise_all(self.collector.faults, "these tensors cannot be packed")
-        repeats = sum({"tie_word_embeddings", "pp>1"} <= set(r.when) for r in self.here.rules)
+        raise_all(self.dtypes.faults, "these tensors cannot be packed")
         self.notes.append(self.how_to_load())
-        manifest = Manifest(self.collector.metas, self.collector.chunks.by_name)
-        tied = repeats * (1 + len(self.states))
-        return Design(self.collector.files, manifest, tied, self.notes)
+        tied = self.here.tied_copies * (1 + len(self.states))
+        return Design(self.files, self.builder.manifest(), tied, self.notes)
 
     def how_to_load(self) -> str:
         """Megatron-LM's options for what is written."""
@@ -167,10 +165,10 @@ class Writer:
             shared = tied and row.name in (
                 "embedding.word_embeddings.weight", "output_layer.weight",
             )  # fmt: skip
-            dtype = self.collector.dtype_of(row, "") or "F32"
+            dtype = self.dtypes.of(row, "") or "F32"
             states = {}
             for state in self.states:
-                have = self.collector.dtype_of(row, state + "/")
+                have = self.dtypes.of(row, state)
                 if have is not None:
                     states[state] = have
             param = Param(row.name, row.shape, dtype, chunk, shared)
@@ -209,7 +207,7 @@ class Writer:
 
     def _file(self, path: Path, tree: object) -> FileLayout:
         blueprint = torch_zip.layout_tree(tree)
-        self.collector.files.append(OutFile(str(path), blueprint))
+        self.files.append(OutFile(str(path), blueprint))
         return blueprint
 
     def _model(self, rows: Sequence[_Row]) -> dict[str, object]:
@@ -403,15 +401,8 @@ class Writer:
     ) -> None:
         """A stored tensor's pieces; it begins ``start`` elements into the file's tensor."""
         dtype = row.states[state] if state else row.param.dtype
-        base = blueprint.offsets[key] + start * ITEMSIZE[dtype]
-        for piece in row.placed.pieces:
-            fqn = f"{state}/{piece.fqn}" if state else piece.fqn
-            offset, strides = row.placed.bytes_at(piece, base, ITEMSIZE[dtype])
-            view = View(path, offset, piece.box.sizes, strides, dtype)
-            self.collector.chunks.add(Chunk(fqn, piece.box, view))
-            if fqn not in self.collector.metas:
-                meta = piece_meta(piece, self.here.shapes, self.here.sizes, dtype)
-                self.collector.metas[fqn] = meta
+        offset = blueprint.offsets[key] + start * ITEMSIZE[dtype]
+        self.builder.add(state, row.placed, path, offset, dtype)
 
 
 def _identified(group: dict[str, Any]) -> dict[str, Any]:

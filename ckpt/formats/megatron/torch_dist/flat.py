@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from ....containers.dcp import Blob, BlobSlice, Stored
 from ....errors import CheckpointError
-from ....model.family import Placed, build_mesh, mesh_flags, place
-from ....model.layout import default_layout, rounds
+from ....model.family import build_mesh
+from ....model.layout import default_layout
 from ....model.mesh import split_by_counts, split_evenly
+from ....model.placement import Placed, Placement
 from .. import optimizer as megatron_optim
 from ..classic import files as megatron_files
 from ..optimizer import Param, registration_key
@@ -96,15 +97,12 @@ def _rank_rows(
     """What each rank of the saving run held, by name."""
     model = reader.model
     owned = tuple(tuple(n for chunk in split for n in chunk[p]) for p in range(pp))
-    rules = model.family.select(model.flags)
-    mesh = build_mesh(rules, model.sizes, (("tp", tp), ("pp", pp)), owned)
-    rules = model.family.select(model.flags | mesh_flags(mesh))
-    sizes = {**model.sizes, "padded_vocab": reader.padded}
+    mesh = build_mesh(model, (("tp", tp), ("pp", pp)), owned)
     layout = {**default_layout(model.family), "qkv": reader.layout["qkv"]}
-    placed = place(rules, sizes, mesh, rounds(layout))
+    here = Placement.of(model, mesh, layout, reader.padded)
     return {
         (dict(coord)["tp"], dict(coord)["pp"]): {p.name: p for p in rows}
-        for coord, rows in placed.items()
+        for coord, rows in here.placed.items()
     }
 
 
@@ -124,7 +122,7 @@ def _pools(
         if name.startswith(("decoder.final_layernorm.", "output_layer.")):
             chunk = len(chunks) - 1
         shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
-        dtype = reader.gather.metas[placed.pieces[0].fqn].dtype
+        dtype = reader.builder.metas[placed.parts[0]].dtype
         params.append(Param(name, placed.shape, dtype, chunk, shared))
     params.sort(key=lambda p: (p.chunk, registration_key(p.name, fused)))
     pools: dict[tuple[int, str], list[Param]] = {}
@@ -178,4 +176,4 @@ def _span(
         for piece in placed.clip(start, stop):
             element, steps = placed.bytes_at(piece, span.start - first, 1)
             part = BlobSlice(blob, (element,), piece.box.sizes, steps=steps)
-            reader.gather.view(state, piece, part, placed.name)
+            reader.builder.add_box(state, piece, part, placed.name)

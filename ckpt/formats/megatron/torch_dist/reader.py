@@ -26,13 +26,13 @@ from ....containers import dcp, torch_zip
 from ....containers.dcp import COMMON, DESCRIBES, METADATA, Blob, Grid, Stored, read_headers
 from ....errors import CheckpointError, raise_all
 from ....model.box import Box, range_boxes, row_major
+from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import Model, Piece, Placed, build_mesh, logical_shapes, place, restrict
+from ....model.family import Model, build_mesh
 from ....model.file_layout import Index
-from ....model.layout import check_layout, default_layout, rounds
-from ....model.manifest import Chunk, SideFile, category_of
-from ....model.mesh import Mesh
-from ...chunk_builder import Gather
+from ....model.layout import check_layout, default_layout
+from ....model.manifest import Chunk, Manifest, SideFile, category_of
+from ....model.placement import Piece, Placed, Placement, restrict
 from .. import args as megatron_args
 from .. import args_codec
 from .. import names as megatron_names
@@ -116,22 +116,20 @@ class _Reader:
         self.padded = self._padded_vocab()
         self.model, self.config, notes = self._model()
         self._check_precision()
-        sizes = {**self.model.sizes, "padded_vocab": self.padded}
-        if self.padded < sizes["vocab"]:
+        true = self.model.sizes["vocab"]
+        if self.padded < true:
             raise CheckpointError(
-                f"{folder}: {self.padded} vocabulary rows are fewer than the {sizes['vocab']} of "
-                "the config"
+                f"{folder}: {self.padded} vocabulary rows are fewer than the {true} of the config"
             )
-        rules = self.model.family.select(self.model.flags)
-        one = build_mesh(rules, self.model.sizes, (("tp", 1), ("pp", 1)))
+        one = build_mesh(self.model, (("tp", 1), ("pp", 1)))
         layout = {**default_layout(self.model.family), "glu": "flat", **options.layout}
         self.layout = check_layout(layout, self.model.family, str(path))
-        (rows,) = place(rules, sizes, one, rounds(self.layout)).values()
+        here = Placement.of(self.model, one, self.layout, self.padded)
+        (rows,) = here.placed.values()
         self.rows: dict[str, Placed] = {p.name: p for p in rows}
-        self.gather = Gather(logical_shapes(rules, sizes), sizes)
-        self.repeats = Gather(self.gather.shapes, sizes)  # masters of fp32 weights: not kept
-        mesh = Mesh(one.axes, one.owned)
-        self.result = Checkpoint(path, NAME, self.gather.manifest({}, ()), self.model, mesh)
+        self.builder = ChunkBuilder(here)
+        self.repeats = ChunkBuilder(here)  # masters of fp32 weights: not kept
+        self.result = Checkpoint(path, NAME, Manifest({}, {}), self.model, one)
         self.result.notes += notes
         self.seen: set[str] = set()
 
@@ -175,7 +173,7 @@ class _Reader:
                 self._tensor(_STATES.get(match[1], match[1]), match[2], stored)
         result.has_optimizer = bool(flat) or any("optimizer." in n for n in self.listing.tensors)
         raise_all(
-            [*self.gather.faults, *(f"{n}: missing" for n in self.rows if n not in self.seen)],
+            [*self.builder.faults, *(f"{n}: missing" for n in self.rows if n not in self.seen)],
             str(self.folder),
         )
         self._mesh()
@@ -186,7 +184,7 @@ class _Reader:
         self._left_out()
         if not result.unread_optimizer:
             self._check_states()
-        raise_all([*self.gather.faults, *self.repeats.faults], str(self.folder))
+        raise_all([*self.builder.faults, *self.repeats.faults], str(self.folder))
         state = self._state()
         # Not bound methods: a checkpoint outlives its reader, which is larger.
         tensors = list(self.listing.tensors.values())
@@ -194,8 +192,8 @@ class _Reader:
             tensors = [t for t in tensors if not _OPTIMIZER.match(t.name)]
         else:
             result.doubt = partial(
-                _shifted_masters, self.folder, list(self.gather.shapes),
-                {**self.gather.chunks.by_name, **self.repeats.chunks.by_name},
+                _shifted_masters, self.folder, list(self.builder.here.shapes),
+                {**self.builder.chunks.by_name, **self.repeats.chunks.by_name},
             )  # fmt: skip
         result.headers = partial(read_headers, [blob for t in tensors for blob in t.blobs])
         result.padded_vocab = self.padded
@@ -214,7 +212,7 @@ class _Reader:
         sides = [s for s in sides if s.name not in own]
         if self.config is not None:
             sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))
-        result.manifest = self.gather.manifest(state, tuple(sides))
+        result.manifest = self.builder.manifest(state, tuple(sides))
         return result
 
     def _mesh(self) -> None:
@@ -225,10 +223,7 @@ class _Reader:
             owned = tuple(
                 tuple(n for chunk in stages for n in chunk[p]) for p in range(sizes["pp"])
             )
-            self.result.mesh = build_mesh(
-                self.model.family.select(self.model.flags), self.model.sizes,
-                tuple(sizes.items()), owned,
-            )  # fmt: skip
+            self.result.mesh = build_mesh(self.model, tuple(sizes.items()), owned)
         except CheckpointError:
             pass  # such a split is none that args express here: one rank then
         dp = self.args.get("data_parallel_size")
@@ -240,9 +235,9 @@ class _Reader:
     def _tensor(self, state: str, name: str, stored: Stored) -> None:
         """A stored tensor's blobs as chunks of logical tensors."""
         file = str(self.folder / METADATA)
-        gather = self.gather
+        builder = self.builder
         if state == "master" and self._is_fp32(name):
-            gather = self.repeats
+            builder = self.repeats
             nbytes = math.prod(stored.shape) * ITEMSIZE[stored.dtype]
             self.result.left_out.append(("masters of fp32 weights repeat them", nbytes))
         original = self.listing.original_shapes.get(stored.name)
@@ -255,7 +250,7 @@ class _Reader:
         shift, name_of = _half_of_gated(rest)
         first = self.rows.get(_row(name_of, layers or 0))
         if first is None:
-            self.gather.faults.append(
+            self.builder.faults.append(
                 f"{file}: {stored.name}: unknown tensor of shape {list(stored.shape)}"
             )
             return
@@ -266,7 +261,7 @@ class _Reader:
                 *wanted[:-1], wanted[-1] // 2,
             )  # fmt: skip
         if whole != wanted:
-            self.gather.faults.append(
+            self.builder.faults.append(
                 f"{file}: {stored.name}: shape {list(whole)}, the model needs {list(wanted)}"
             )
             return
@@ -279,7 +274,7 @@ class _Reader:
                 row = self.rows[_row(name_of, lead + i)]
                 if not state:
                     self.seen.add(row.name)
-                self._box(gather, state, row, inner, grid, (i,) if stacked else ())
+                self._box(builder, state, row, inner, grid, (i,) if stacked else ())
 
     def _is_fp32(self, name: str) -> bool:
         weight = self.listing.tensors.get(name)
@@ -294,7 +289,7 @@ class _Reader:
         return None, "decoder.layers.{layer}." + match[1] if match else name
 
     def _box(
-        self, gather: Gather, state: str, row: Placed, inner: Box, grid: Grid,
+        self, builder: ChunkBuilder, state: str, row: Placed, inner: Box, grid: Grid,
         layer: tuple[int, ...],
     ) -> None:  # fmt: skip
         """A box of a stored row as boxes of its logical parts; ``layer`` is its place in grid."""
@@ -306,7 +301,7 @@ class _Reader:
             inside = (c - o for c, o in zip(common.offsets, inner.offsets, strict=True))
             dims = tuple(len(layer) + dim for dim in part.dims)
             place = grid.part((*layer, *inside), part.box.sizes, dims)
-            gather.view(state, part, place, row.name)
+            builder.add_box(state, part, place, row.name)
 
     # --- the rest ----------------------------------------------------------------------------
 
@@ -324,10 +319,10 @@ class _Reader:
 
     def _check_states(self) -> None:
         """A moment that some weights have is there for each; masters for each that is not fp32."""
-        metas = self.gather.metas
-        weights = [name for name in self.gather.shapes if name in metas]
+        metas = self.builder.metas
+        weights = [name for name in self.builder.here.shapes if name in metas]
         for state in sorted({category_of(fqn) for fqn in metas} - {""}):
-            self.gather.faults += [
+            self.builder.faults += [
                 f"{METADATA}: {state}/{name}: missing"
                 for name in weights
                 if f"{state}/{name}" not in metas
@@ -378,7 +373,7 @@ class _Reader:
         groups = inner.get("param_groups") if isinstance(inner, dict) else None
         if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
             return
-        reader = OptimizerReader(self.gather, self.result)
+        reader = OptimizerReader(self.builder, self.result)
         rank = megatron_files.RankFile(self.folder, index, self.args, [], 3.0)
         reader.groups(rank, groups, opt if isinstance(opt, dict) else {}, where)
         scaler = self._object("grad_scaler")  # beside the flat buffers; in common.pt else

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from ....containers import torch_zip
@@ -18,15 +17,15 @@ from ....containers.pickle_writer import dumps
 from ....containers.pickles import Global, Stub
 from ....errors import raise_all
 from ....model.box import Box
+from ....model.chunk_builder import ChunkBuilder
 from ....model.design import Design, OutFile
-from ....model.dtypes import ITEMSIZE, TO_TORCH
-from ....model.family import Placed, build_mesh, logical_shapes, place
+from ....model.dtypes import TO_TORCH
+from ....model.family import build_mesh
 from ....model.file_layout import Checksum, FileLayout, Spec
-from ....model.layout import default_layout, rounds
-from ....model.manifest import Chunk, Manifest, SideFile, View
-from ...native import writer as shards_out
-from ...native.names import piece_meta
-from ...writing import WriteRequest, Written, checksums
+from ....model.layout import default_layout
+from ....model.manifest import SideFile
+from ....model.placement import Placed, Placement
+from ...writing import StoredDtypes, WriteRequest, Written, checksums
 from .. import names as megatron_names
 from ..classic import writer as megatron_out
 from ..classic.files import TRACKER
@@ -70,14 +69,11 @@ class _Writer:
         self.states = self.classic.states
         self.folder = root / f"iter_{self.target.step or 0:07d}"
         model = self.target.model
-        rules = model.family.select(model.flags)
-        one = build_mesh(rules, model.sizes, (("tp", 1), ("pp", 1)))
-        self.sizes = self.classic.here.sizes
+        one = build_mesh(model, (("tp", 1), ("pp", 1)))
         layout = {**default_layout(model.family), "glu": "flat"}
-        (self.rows,) = place(rules, self.sizes, one, rounds(layout)).values()
-        self.shapes = logical_shapes(rules, self.sizes)
-        here = replace(self.classic.here, shapes=self.shapes)
-        self.collector = shards_out.Collector(self.target, order.metas, root, here)
+        here = Placement.of(model, one, layout, self.classic.here.padded)
+        (self.rows,) = here.placed.values()
+        self.builder, self.dtypes = ChunkBuilder(here), StoredDtypes(order.metas)
         self.layers = model.sizes["layer"]
         self.parts: list[FileLayout] = []  # of the blobs' file, with offsets from its start
         self.at = 0
@@ -87,22 +83,21 @@ class _Writer:
 
     def design(self) -> Design:
         for row in self.rows:
-            dtype = self.collector.dtype_of(row, "") or "F32"
+            dtype = self.dtypes.of(row, "") or "F32"
             self._tensor("", row, dtype, "")
             for state in self._kinds():
                 self._state(state, row, dtype)
         for layer in range(self.layers):
             for module in _EMPTY:
                 self._object(f"decoder.layers.{module}._extra_state/shard_{layer}_{self.layers}")
-        raise_all(self.collector.faults, "these tensors cannot be packed")
+        raise_all(self.dtypes.faults, "these tensors cannot be packed")
         files = [
             OutFile(str(self.folder / _BLOBS), self._joined()),
             OutFile(str(self.folder / COMMON), torch_zip.layout_tree(self._common())),
             OutFile(str(self.folder / METADATA), _whole(self._metadata())),
         ]
         notes = [*self.classic.notes, self.classic.how_to_load()]
-        manifest = Manifest(self.collector.metas, self.collector.chunks.by_name)
-        return Design(files, manifest, 0, notes)
+        return Design(files, self.builder.manifest(), 0, notes)
 
     # --- blobs -------------------------------------------------------------------------------
 
@@ -115,7 +110,7 @@ class _Writer:
 
     def _state(self, state: str, row: Placed, weight: str) -> None:
         """Optimizer state; the distributed optimizer has masters of fp32 weights too."""
-        have = self.collector.dtype_of(row, state + "/")
+        have = self.dtypes.of(row, state)
         key = state
         if state == "master":
             key = "param" if self.target.sharded else "fp32_param"
@@ -145,14 +140,8 @@ class _Writer:
                  {"offsets": _size(box.offsets), "sizes": _size(box.sizes)})
         )  # fmt: skip
         self._place(fqn, box.offsets, start)
-        base = self.parts[-1].offsets["tensor"]
-        for piece in row.pieces:
-            logical = f"{state}/{piece.fqn}" if state else piece.fqn
-            offset, strides = row.bytes_at(piece, base, ITEMSIZE[dtype])
-            view = View(str(self.folder / _BLOBS), offset, piece.box.sizes, strides, dtype)
-            self.collector.chunks.add(Chunk(logical, piece.box, view))
-            if logical not in self.collector.metas:
-                self.collector.metas[logical] = piece_meta(piece, self.shapes, self.sizes, dtype)
+        offset = self.parts[-1].offsets["tensor"]
+        self.builder.add(state, row, str(self.folder / _BLOBS), offset, dtype)
 
     def _object(self, name: str) -> None:
         """The local spec's empty extra state of a linear layer."""
@@ -234,7 +223,7 @@ class _Writer:
         if step is not None and step_in == "state":
             state["common_step"] = torch_zip.Known("F32", (), struct.pack("<f", step))
         inner: dict[str, object] = {"state": state, "param_groups": groups}
-        half = any(self.collector.dtype_of(row, "") in ("BF16", "F16") for row in self.rows)
+        half = any(self.dtypes.of(row, "") in ("BF16", "F16") for row in self.rows)
         return {"optimizer": inner, **self.classic.scaler()} if half else inner
 
 

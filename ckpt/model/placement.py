@@ -1,0 +1,365 @@
+"""Where a model's rows put each element on each rank of a mesh.
+
+``Placement.of`` is the one way from a model, a mesh and layout tags to stored tensors. It knows
+no axis, family or format by name, and both directions (reading a rank's file, writing one) use
+the same pieces, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import CheckpointError, raise_all
+from .box import Box, range_boxes, row_major
+from .family import Model, Part, Rule, Sizes, fill, mesh_flags, placeholders
+from .layout import default_layout, rounds
+from .manifest import PADDING
+from .mesh import Coord, Mesh, Shard, ShardByIndex
+
+MAX_ROUNDS = 1 << 16  # of one packing: a config may say any number of heads
+# Pieces of all ranks' stored tensors together: each becomes a chunk, and chunks take memory.
+FEW_PIECES = 1 << 17  # as many as this are always taken
+PIECE_ELEMENTS = 64  # above that a piece has as many elements, on the average
+MAX_PIECES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a logical tensor and the box of a stored tensor that holds it."""
+
+    fqn: str
+    box: Box  # in the logical tensor's coordinates
+    stored: Box  # in the rank's stored tensor's coordinates
+    dims: tuple[int, ...]  # logical dim d lies along stored dim dims[d]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A stored tensor on one rank: its shape, and what it is made of.
+
+    Layers and experts share one geometry; only the numbers in the names are their own.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # the rank's, elements
+    geometry: tuple[Piece, ...]  # they tile the stored tensor; names with placeholders
+    numbers: tuple[tuple[str, int], ...] = ()  # placeholder -> its value
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The boxes of logical tensors that tile the stored tensor exactly."""
+        return tuple(self._named(self.geometry))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The logical tensors that it is made of, each once."""
+        numbers = dict(self.numbers)
+        return tuple(fill(name, numbers) for name in dict.fromkeys(p.fqn for p in self.geometry))
+
+    def bytes_at(self, piece: Piece, base: int, itemsize: int) -> tuple[int, tuple[int, ...]]:
+        """Byte offset of a piece's first element, and its strides in logical dim order.
+
+        ``base`` is the byte offset of the stored tensor, which is row-major.
+        """
+        steps = row_major(self.shape)
+        first = sum(o * s for o, s in zip(piece.stored.offsets, steps, strict=True))
+        return base + first * itemsize, tuple(steps[dim] for dim in piece.dims)
+
+    def clip(self, start: int, stop: int) -> list[Piece]:
+        """The pieces of the row-major range ``[start, stop)``; coordinates stay the same."""
+        found = []
+        for box in range_boxes(self.shape, start, stop):
+            for piece in self.geometry:
+                common = piece.stored.intersect(box)
+                if common is not None and common.numel:
+                    found.append(restrict(piece, common))
+        return list(self._named(found))
+
+    def _named(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        numbers = dict(self.numbers)
+        if not numbers:
+            yield from pieces
+            return
+        names: dict[str, str] = {}  # each once in memory
+        for piece in pieces:
+            name = names.get(piece.fqn)
+            if name is None:
+                name = names[piece.fqn] = fill(piece.fqn, numbers)
+            yield Piece(name, piece.box, piece.stored, piece.dims)
+
+
+def restrict(piece: Piece, stored: Box) -> Piece:
+    """The part of a piece that lies at ``stored`` (inside the piece's stored box)."""
+    shift = [stored.offsets[dim] - piece.stored.offsets[dim] for dim in piece.dims]
+    offsets = tuple(o + s for o, s in zip(piece.box.offsets, shift, strict=True))
+    return Piece(
+        piece.fqn, Box(offsets, tuple(stored.sizes[dim] for dim in piece.dims)), stored, piece.dims
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Consecutive rows of one stored dim that belong to one segment."""
+
+    segment: str
+    start: int  # stored coordinate, on the rank
+    segment_start: int  # coordinate inside the segment
+    size: int
+
+
+def place(
+    rules: Sequence[Rule], sizes: Sizes, mesh: Mesh, layout: Mapping[str, str]
+) -> dict[Coord, list[Placed]]:
+    """Every rank's stored tensors, in row order. Raises with every row that does not divide.
+
+    ``layout`` maps a group tag of a rule to the size symbol that gives its rounds. Ranks that
+    hold the same of a rule share what is made for one of them.
+    """
+    scope = {**sizes, **dict(mesh.axes)}
+    faults = _faults(rules, scope, mesh, layout) or _too_many(rules, scope, mesh, layout)
+    raise_all(faults, "this layout is not possible")
+    geometries: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
+    made: dict[tuple[object, ...], list[Placed]] = {}
+    placed: dict[Coord, list[Placed]] = {coord: [] for coord in mesh.coords()}
+    for coord, rows in placed.items():
+        ranks = dict(coord)
+        for number, rule in enumerate(rules):
+            if not all(ranks.get(a, 0) == r % mesh.size(a) for a, r in rule.on.items()):
+                continue
+            cut = [a for a, at in rule.axes.items() if isinstance(at, Shard)]
+            shared = (number, *(ranks.get(a, 0) for a in cut))
+            same = (number, *(ranks.get(a, 0) for a in rule.axes))
+            if shared not in geometries:
+                geometries[shared] = _geometry(rule, scope, mesh, ranks, layout)
+            if same not in made:
+                made[same] = list(_instances(rule, scope, mesh, ranks, *geometries[shared]))
+            rows.extend(made[same])
+    return placed
+
+
+def _instances(
+    rule: Rule,
+    scope: Sizes,
+    mesh: Mesh,
+    ranks: Mapping[str, int],
+    shape: tuple[int, ...],
+    pieces: tuple[Piece, ...],
+) -> Iterator[Placed]:
+    """One stored tensor per layer (or expert) that this rank owns; geometry is shared."""
+    owner = {at.name: axis for axis, at in rule.axes.items() if isinstance(at, ShardByIndex)}
+    names = placeholders(rule.name)
+    ranges = [
+        mesh.owned[owner[n]][ranks.get(owner[n], 0)]
+        if n in owner and owner[n] in mesh.owned
+        else range(scope[n])
+        for n in names
+    ]
+    for values in itertools.product(*ranges):
+        numbers = tuple(zip(names, values, strict=True))
+        yield Placed(fill(rule.name, dict(numbers)), shape, pieces, numbers)
+
+
+def _too_many(
+    rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]
+) -> list[str]:
+    """Pieces are counted before they are made: a config may say any number of layers and heads."""
+    counts = [_count(rule, scope, mesh, layout) for rule in rules]
+    pieces, elements = (sum(column) for column in zip(*counts, strict=True))
+    if pieces <= min(MAX_PIECES, max(FEW_PIECES, elements // PIECE_ELEMENTS)):
+        return []
+    most = max(range(len(rules)), key=lambda i: counts[i][0])
+    return [
+        f"{rules[most].name}: {counts[most][0]} of {pieces} pieces, for {elements} elements; the "
+        f"limit is {MAX_PIECES}, and above {FEW_PIECES} one for {PIECE_ELEMENTS} elements"
+    ]
+
+
+def _count(rule: Rule, scope: Sizes, mesh: Mesh, layout: Mapping[str, str]) -> tuple[int, int]:
+    """(pieces, elements) of one rule on all ranks, pieces counted high rather than low."""
+    turns = _rounds(rule, scope, layout)
+    pieces = elements = math.prod(scope[name] for name in placeholders(rule.name))
+    for dim, segments in enumerate(_stored_dims(rule, scope)):
+        cuts = math.prod(
+            mesh.size(a) for a, at in rule.axes.items() if isinstance(at, Shard) and at.dim == dim
+        )
+        packed = len(segments) > 1 and not (rule.pad and dim == 0)
+        blocks = sum(size > 0 for _, size in segments) * (turns if packed else 1)
+        pieces *= max(blocks, 1) + cuts - 1
+        elements *= sum(size for _, size in segments)
+    spread = {**dict.fromkeys(rule.axes, 1), **dict.fromkeys(rule.on, 1)}
+    copies = math.prod(size for axis, size in mesh.axes if axis not in spread)
+    return pieces * copies, elements * copies
+
+
+def _faults(
+    rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]
+) -> list[str]:
+    """Every condition of every row that fails, each said once."""
+    found: dict[str, None] = {}
+    for rule in rules:
+        broken = [c.fault(scope) for c in rule.checks]
+        found.update(dict.fromkeys(text for text in broken if text))
+        turns = _rounds(rule, scope, layout)
+        if turns > MAX_ROUNDS:
+            found[f"{rule.name}: {turns} rounds of the {rule.groups!r} packing"] = None
+            continue
+        dims = _stored_dims(rule, scope)
+        for dim, segments in enumerate(dims):
+            if len(segments) > 1 and not (rule.pad and dim == 0):
+                for segment, size in segments:
+                    if size % turns:
+                        says = f"{rule.name}: {segment} of size {size} does not divide into"
+                        found[f"{says} {turns} rounds of the {rule.groups!r} packing"] = None
+        for axis, at in rule.axes.items():
+            if isinstance(at, Shard):
+                total = sum(size for _, size in dims[at.dim])
+                if total % mesh.size(axis):
+                    says = f"{rule.name}: dim {at.dim} of size {total} does not divide over"
+                    found[f"{says} {axis}={mesh.size(axis)}"] = None
+    return list(found)
+
+
+def _rounds(rule: Rule, scope: Sizes, layout: Mapping[str, str]) -> int:
+    return scope[layout[rule.groups]] if rule.groups else 1
+
+
+def _stored_dims(rule: Rule, scope: Sizes) -> list[list[tuple[str, int]]]:
+    """For each stored dim its segments and their full sizes, the padding segment included."""
+    dims = [[(s, scope[s]) for s in dim.split("+")] for dim in rule.dims.split()]
+    if rule.pad:
+        dims[0].append((PADDING, scope["padded_" + rule.pad] - scope[rule.pad]))
+    return dims
+
+
+def _geometry(
+    rule: Rule, scope: Sizes, mesh: Mesh, ranks: Mapping[str, int], layout: Mapping[str, str]
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """The rank's stored shape and its pieces, names still templates."""
+    turns = _rounds(rule, scope, layout)
+    shape, blocks = [], []
+    for dim, segments in enumerate(_stored_dims(rule, scope)):
+        rows = list(_interleave(segments, 1 if rule.pad and dim == 0 else turns))
+        total = sum(row.size for row in rows)
+        for axis, at in rule.axes.items():
+            if isinstance(at, Shard) and at.dim == dim:
+                size = total // mesh.size(axis)
+                rows = list(_cut(rows, ranks.get(axis, 0) * size, size))
+                total = size
+        shape.append(total)
+        blocks.append(rows)
+    parts = _with_padding(rule)
+    pieces = [_piece(parts, scope, combo) for combo in itertools.product(*blocks)]
+    return tuple(shape), tuple(pieces)
+
+
+def _interleave(segments: list[tuple[str, int]], turns: int) -> Iterator[_Block]:
+    """The blocks of one full stored dim, in order; 0-size segments have none."""
+    if len(segments) == 1:
+        yield _Block(segments[0][0], 0, 0, segments[0][1])
+        return
+    at = 0
+    for turn in range(turns):
+        for segment, size in segments:
+            step = size // turns
+            if step:
+                yield _Block(segment, at, turn * step, step)
+            at += step
+
+
+def _cut(rows: list[_Block], start: int, size: int) -> Iterator[_Block]:
+    """The blocks of ``[start, start + size)``, in coordinates that begin at ``start``."""
+    for row in rows:
+        lo, hi = max(row.start, start), min(row.start + row.size, start + size)
+        if lo < hi or (row.size == 0 and lo == hi):
+            yield _Block(row.segment, lo - start, row.segment_start + lo - row.start, hi - lo)
+
+
+def _with_padding(rule: Rule) -> tuple[Part, ...]:
+    """The rule's parts, and for a padded rule the part that its padding rows form."""
+    if not rule.pad:
+        return rule.parts
+    (part,) = rule.parts
+    return (part, Part(PADDING + part.fqn, part.dims.replace(rule.pad, PADDING)))
+
+
+def _piece(parts: tuple[Part, ...], scope: Sizes, combo: tuple[_Block, ...]) -> Piece:
+    """The piece of one block per stored dim: the part that has all of their segments."""
+    wanted = [block.segment for block in combo]
+    for part in parts:
+        dims = [dim.split("+") for dim in part.dims.split()]
+        where = [next((d for d, s in enumerate(dims) if seg in s), -1) for seg in wanted]
+        if -1 in where:
+            continue
+        offsets, sizes, order = [0] * len(dims), [0] * len(dims), [0] * len(dims)
+        for stored_dim, (block, dim) in enumerate(zip(combo, where, strict=True)):
+            before = itertools.takewhile(lambda s, b=block: s != b.segment, dims[dim])  # type: ignore[misc]
+            offsets[dim] = sum(scope[s] for s in before) + block.segment_start
+            sizes[dim] = block.size
+            order[dim] = stored_dim
+        stored = Box(tuple(b.start for b in combo), tuple(b.size for b in combo))
+        return Piece(part.fqn, Box(tuple(offsets), tuple(sizes)), stored, tuple(order))
+    raise AssertionError(f"no part holds the segments {wanted}")
+
+
+def logical_shapes(rules: Sequence[Rule], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Every logical tensor of a model and its shape, in row order, padding excluded."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rule in rules:
+        names = placeholders(rule.name)
+        for values in itertools.product(*(range(sizes[n]) for n in names)):
+            numbers = dict(zip(names, values, strict=True))
+            for part in rule.parts:
+                shape = tuple(sum(sizes[s] for s in dim.split("+")) for dim in part.dims.split())
+                shapes[fill(part.fqn, numbers)] = shape
+    return shapes
+
+
+def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
+    """The smallest multiple of ``multiple * tp`` that is at least ``vocab`` (Megatron's rule)."""
+    unit = multiple * tp
+    return -(-vocab // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A model on a mesh in one packing: its logical tensors, and where each rank holds them."""
+
+    model: Model
+    mesh: Mesh
+    rules: tuple[Rule, ...]  # those that hold for the model on this mesh
+    padded: int  # vocabulary rows of all ranks together
+    shapes: dict[str, tuple[int, ...]]  # logical tensors, in the model's order, padding excluded
+    placed: dict[Coord, list[Placed]]  # every rank's stored tensors, in row order
+
+    @classmethod
+    def of(cls, model: Model, mesh: Mesh, layout: Mapping[str, str], padded: int) -> Placement:
+        """``layout`` has a value for each of the family's tags, ``padded`` as the field.
+
+        CheckpointError where the mesh cannot be, with every row that does not divide.
+        """
+        assert padded >= model.sizes["vocab"], f"{padded} rows for {model.sizes['vocab']}"
+        rules = tuple(model.family.select(model.flags | mesh_flags(mesh)))
+        sizes = {**model.sizes, "padded_vocab": padded}
+        placed = place(rules, sizes, mesh, rounds(layout))
+        return cls(model, mesh, rules, padded, logical_shapes(rules, sizes), placed)
+
+    @classmethod
+    def written(cls, model: Model, mesh: Mesh, vocab_multiple: int) -> Placement:
+        """In the packing that this tool writes, rows padded to a multiple of this times tp."""
+        padded = padded_vocab(model.sizes["vocab"], vocab_multiple, mesh.size("tp"))
+        return cls.of(model, mesh, default_layout(model.family), padded)
+
+    @property
+    def tied_copies(self) -> int:
+        """Stored tensors that repeat a tied one on another stage."""
+        return sum({"tie_word_embeddings", "pp>1"} <= set(rule.when) for rule in self.rules)
+
+    def find(self, coord: Coord, name: str) -> Placed:
+        """The stored tensor of that name on a rank."""
+        for row in self.placed[coord]:
+            if row.name == name:
+                return row
+        raise CheckpointError(f"{name}: no stored tensor of this rank has that name")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .jobs import Report, RunOptions
     from .model.planner import Plan, plan
     from .reader import OpenCheckpoint, open_checkpoint
-    from .verifier import Verdict, verify
+    from .verdict import Verdict
+    from .verifier import verify
 
 _HOMES = {
     "CheckpointError": "errors",
@@ -26,7 +27,7 @@ _HOMES = {
     "ReadOptions": "checkpoint.types",
     "Report": "jobs",
     "RunOptions": "jobs",
-    "Verdict": "verifier",
+    "Verdict": "verdict",
     "merge": "convert",
     "open_checkpoint": "reader",
     "plan": "model.planner",

@@ -29,7 +29,7 @@ from .reader import read_checkpoint
 
 if TYPE_CHECKING:
     from .formats.writing import Writer
-    from .verifier import Verdict
+    from .verdict import Verdict
 
 
 MAX_AXIS = 1 << 16  # ranks: each is a file, and planning them takes time and memory

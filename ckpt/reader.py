@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +16,14 @@ from .move.publish import snapshot
 if TYPE_CHECKING:
     from .lazy import LazyArray
 
+_SAVED = re.compile(r"checkpoint-\d{1,18}")  # a trainer's folder of one step
 LATEST = "latest"  # text file in a save folder: the name of its newest checkpoint
 
 
 def read_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Checkpoint:
     """The checkpoint at ``path``, headers only. Raises CheckpointError where none is found."""
     options = options or ReadOptions()
-    where = follow(path)
+    where = follow(path, options.iteration)
     try:
         _check_finished(where)
         for fmt in formats():
@@ -44,8 +46,11 @@ def _check_finished(path: Path) -> None:
         )
 
 
-def follow(path: str | Path) -> Path:
-    """``path`` resolved; a save folder stands for the checkpoint that its ``latest`` names."""
+def follow(path: str | Path, iteration: int | None = None) -> Path:
+    """``path`` resolved; a save folder stands for the checkpoint that its ``latest`` names.
+
+    ``iteration`` picks another one of a save folder's ``checkpoint-N``.
+    """
     try:
         where = Path(path).expanduser().resolve(strict=True)
     except FileNotFoundError as error:
@@ -53,7 +58,7 @@ def follow(path: str | Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a loop of symlinks; a NUL
         raise CheckpointError(f"{path!r}: {error}") from error
     try:
-        return _latest(where)
+        return _latest(where) if iteration is None else _numbered(where, iteration)
     except OSError as error:
         raise CheckpointError(f"{error.filename or where}: {error.strerror}") from error
 
@@ -68,6 +73,20 @@ def _latest(where: Path) -> Path:
         if not (where / name).is_dir():
             raise CheckpointError(f"{pointer}: names {name}, which is not there")
         return where / name
+    return where
+
+
+def _numbered(where: Path, iteration: int) -> Path:
+    """The ``checkpoint-N`` of a save folder; ``where`` if it holds none, or is a checkpoint."""
+    if not where.is_dir() or is_checkpoint(where):
+        return where
+    have = [c for c in where.iterdir() if _SAVED.fullmatch(c.name) and c.is_dir()]
+    for child in have:
+        if child.name == f"checkpoint-{iteration}":
+            return child
+    if have:
+        names = ", ".join(c.name for c in sorted(have, key=lambda c: int(c.name.split("-")[1])))
+        raise CheckpointError(f"{where}: --iteration {iteration}: it holds {names}")
     return where
 
 
@@ -123,12 +142,15 @@ def open_checkpoint(
     config: str | Path | None = None,
     layout: Mapping[str, str] | None = None,
     vocab_size: int | None = None,
+    iteration: int | None = None,
 ) -> OpenCheckpoint:
     """Open any readable checkpoint.
 
     ``config`` names a folder or file of a Hugging Face config where the checkpoint has none,
-    ``layout`` overrides layout tags of a foreign folder, ``vocab_size`` is the true number of
-    vocabulary rows. Raises CheckpointError.
+    ``layout`` says layout tags of a foreign folder, ``vocab_size`` the true number of vocabulary
+    rows, ``iteration`` picks one checkpoint of a folder that holds several. They only fill what
+    the checkpoint does not record. Raises CheckpointError.
     """
-    options = ReadOptions(Path(config) if config else None, layout or {}, vocab_size)
+    folder = Path(config) if config else None
+    options = ReadOptions(folder, layout or {}, vocab_size, iteration=iteration)
     return OpenCheckpoint(read_checkpoint(path, options))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
@@ -18,22 +20,12 @@ from .model.manifest import Chunk, Manifest, TensorMeta, View, category_of, is_p
 from .model.planner import Copy, Tolerance, plan
 from .move.progress import Progress, human
 from .reader import read_checkpoint
+from .verdict import Finding, Verdict
+
+if TYPE_CHECKING:
+    from .move.compare import Difference
 
 MAX_REPEATED_BYTES = 1 << 36  # of a tensor whose strides name the same bytes again and again
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What was compared and every difference, one line each."""
-
-    differences: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    tensors: int = 0  # logical tensors compared
-    nbytes: int = 0  # bytes of one side that were compared
-
-    @property
-    def same(self) -> bool:
-        return not self.differences
 
 
 def verify(
@@ -49,20 +41,21 @@ def verify(
 ) -> Verdict:
     """Compare two checkpoints of any formats and layouts; with one, check it by itself.
 
-    With a tolerance, dtypes may differ and values are compared as
-    ``|a - b| <= atol + rtol * |b|``. Raises CheckpointError where a side cannot be read.
+    ``read`` is about ``a`` alone, ``read_b`` about ``b``: what one side needs to be told must
+    not change how the other is read. With a tolerance, dtypes may differ and values are compared
+    as ``|a - b| <= atol + rtol * |b|``. Raises CheckpointError where a side cannot be read.
     """
     options = run or RunOptions()
-    read = replace(read or ReadOptions(), weights_only=weights_only)
-    left = read_checkpoint(a, read)
+    says = [replace(r or ReadOptions(), weights_only=weights_only) for r in (read, read_b)]
+    left = read_checkpoint(a, says[0])
     if b is None:
         return _verify_one(left, weights_only, options)
-    right = read_checkpoint(b, replace(read_b or read, weights_only=weights_only))
+    right = read_checkpoint(b, says[1])
     if not weights_only:
         unread = left.optimizer_fault() or right.optimizer_fault()
         if unread:
             raise CheckpointError(unread)
-    left, right = _aligned(left, right)
+    left, right = _aligned(left, right, says)
     return compare_checkpoints(left, right, Tolerance(rtol, atol), weights_only, options)
 
 
@@ -90,7 +83,7 @@ def compare_checkpoints(
     moves = made.copies
     if options.compare_replicas:
         moves = moves + made.replicas + repeats
-    _compare(moves, tolerance, options, verdict)
+    _compare(moves, {f: ours.tensors[f].shape for f in pick}, tolerance, options, verdict)
     return verdict
 
 
@@ -103,16 +96,18 @@ def _first_of_each(manifest: Manifest) -> Manifest:
     return replace(manifest, chunks=chunks)
 
 
-def _aligned(left: Checkpoint, right: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+def _aligned(
+    left: Checkpoint, right: Checkpoint, says: Sequence[ReadOptions]
+) -> tuple[Checkpoint, Checkpoint]:
     """Where only one side knows the model, read the other through the same config.
 
     A bare file without a config has raw names; the tied head must be found there too.
     """
-    for one, other in ((left, right), (right, left)):
+    for one, other, said in ((left, right, says[0]), (right, left, says[1])):
         if one.model is None and other.model is not None and one.format == "hf":
             config = _config_of(other)
             if config is not None:
-                again = read_checkpoint(one.path, ReadOptions(config))
+                again = read_checkpoint(one.path, replace(said, config=config))
                 return (again, right) if one is left else (left, again)
     return left, right
 
@@ -141,20 +136,19 @@ def _common(
             if is_padding(fqn):
                 verdict.notes.append(f"{fqn}: padding rows of one side only, not compared")
             else:
-                verdict.differences.append(f"{fqn}: missing in {side}")
+                verdict.add("missing", fqn, f"{fqn}: missing in {side}")
             continue
         x, y = a[fqn], b[fqn]
         if x.shape != y.shape and not x.elastic:
-            verdict.differences.append(
-                f"{fqn}: shape {list(x.shape)} in {left.path}, {list(y.shape)} in {right.path}"
-            )
+            shapes = f"{list(x.shape)} in {left.path}, {list(y.shape)} in {right.path}"
+            verdict.add("shape", fqn, f"{fqn}: shape {shapes}")
             continue
         if x.shape != y.shape:
             verdict.notes.append(
                 f"{fqn}: {x.shape[0]} and {y.shape[0]} padding rows, the common ones compared"
             )
         if x.dtype != y.dtype and (tolerance.exact or not {x.dtype, y.dtype} <= set(CASTABLE)):
-            verdict.differences.append(f"{fqn}: dtype {x.dtype} and {y.dtype}")
+            verdict.add("dtype", fqn, f"{fqn}: dtype {x.dtype} and {y.dtype}")
             continue
         yield fqn
 
@@ -167,9 +161,8 @@ def _missing_categories(
     absent = sides[0] ^ sides[1]
     for name in sorted(absent) if not weights_only else ():
         has, lacks = (left, right) if name in sides[0] else (right, left)
-        verdict.differences.append(
-            f"optimizer state {name}: only in {has.path}, not in {lacks.path}"
-        )
+        text = f"optimizer state {name}: only in {has.path}, not in {lacks.path}"
+        verdict.add("optimizer", name, text)
     return absent if not weights_only else sides[0] | sides[1]
 
 
@@ -181,10 +174,10 @@ def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> Non
     for key in sorted({*a, *b}):
         if key not in a or key not in b:
             side = left.path if key in a else right.path
-            verdict.differences.append(f"state {key}: only in {side}")
+            verdict.add("state", key, f"state {key}: only in {side}")
         elif a[key] != b[key]:
             name, one, other = _first_apart(key, a[key], b[key])
-            verdict.differences.append(f"state {name}: {_short(one)} and {_short(other)}")
+            verdict.add("state", name, f"state {name}: {_short(one)} and {_short(other)}")
 
 
 def _first_apart(name: str, a: object, b: object) -> tuple[str, object, object]:
@@ -224,9 +217,9 @@ def _compare_random_states(left: Checkpoint, right: Checkpoint, verdict: Verdict
     for name in names:
         if name not in sides[0] or name not in sides[1]:
             side = left.path if name in sides[0] else right.path
-            verdict.differences.append(f"state {name}: only in {side}")
+            verdict.add("state", name, f"state {name}: only in {side}")
         elif not _same_bytes(sides[0][name], sides[1][name]):
-            verdict.differences.append(f"state {name}: {sides[0][name]} and {sides[1][name]}")
+            verdict.add("state", name, f"state {name}: {sides[0][name]} and {sides[1][name]}")
 
 
 def _same_bytes(a: str, b: str) -> bool:
@@ -259,26 +252,44 @@ def _whole(manifest: Manifest) -> Manifest:
 
 
 def _compare(
-    copies: list[Copy], tolerance: Tolerance, options: RunOptions, verdict: Verdict
+    copies: list[Copy],
+    shapes: Mapping[str, tuple[int, ...]],
+    tolerance: Tolerance,
+    options: RunOptions,
+    verdict: Verdict,
 ) -> None:
     from .move.compare import compare
     from .move.executor import Budget, Mover, run_units, units
 
     _check_repeats(copies)
     lock = threading.Lock()
-    found: dict[int, str] = {}
+    found: dict[int, Finding] = {}
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
         mover.progress = progress.add
         difference = compare(mover, unit, tolerance)
         if difference is not None:
             with lock:
-                found[index] = difference.describe()
+                found[index] = _finding(difference, math.prod(shapes[difference.fqn]))
 
     total = sum(copy.nbytes for copy in copies)
     with Progress(total, "verify", quiet=options.quiet) as progress:
         run_units(units(copies), Budget(options.threads, options.memory_budget), each)
-    verdict.differences += [found[index] for index in sorted(found)]
+    verdict.findings += [found[index] for index in sorted(found)]
+
+
+def _finding(found: Difference, numel: int) -> Finding:
+    return Finding(
+        "values",
+        found.fqn,
+        found.describe(numel),
+        found.elements,
+        numel,
+        found.max_abs,
+        found.index,
+        found.first,
+        found.files,
+    )
 
 
 def _check_repeats(copies: Iterable[Copy]) -> None:
@@ -300,12 +311,13 @@ def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Ve
     if ckpt.headers is not None:
         ckpt.headers()
     if not weights_only and ckpt.optimizer_fault():
-        verdict.differences.append(ckpt.optimizer_fault())
+        verdict.add("optimizer", "optimizer", ckpt.optimizer_fault())
     made = plan(ckpt.manifest, _whole(ckpt.manifest))
     verdict.tensors = len(ckpt.manifest.tensors)
     verdict.nbytes = made.coverage.read_bytes
     if options.compare_replicas:
-        _compare(made.replicas, Tolerance(), options, verdict)
+        shapes = {fqn: meta.shape for fqn, meta in ckpt.manifest.tensors.items()}
+        _compare(made.replicas, shapes, Tolerance(), options, verdict)
     _check_digests(ckpt, options, verdict)
     return verdict
 
@@ -314,18 +326,18 @@ def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> N
     """Recorded sizes and digests against the files."""
     recorded = {str(ckpt.path / name): row for name, row in sorted(ckpt.digests.items())}
     for path in _leading_out(ckpt, recorded):
-        verdict.differences.append(
-            f"{path}: is {os.path.realpath(path)}, outside of {ckpt.path}; not read"
-        )
+        text = f"{path}: is {os.path.realpath(path)}, outside of {ckpt.path}; not read"
+        verdict.add("file", path, text)
         del recorded[path]
     for path, (size, _) in recorded.items():
         now = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "no file is there"
         if now != f"{size} bytes":
-            verdict.differences.append(f"{path}: {now}, {size} bytes are recorded")
+            verdict.add("file", path, f"{path}: {now}, {size} bytes are recorded")
     marked = [path for path, (_, mark) in recorded.items() if mark and os.path.isfile(path)]
     for path, found in sorted(digests(marked, options.threads).items()):
         if found != recorded[path][1]:
-            verdict.differences.append(f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded")
+            text = f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded"
+            verdict.add("file", path, text)
     verdict.notes.append(f"digests: {len(marked)} of {len(recorded)} files had one recorded")
     bare = [file.path for file in ckpt.files if file.path not in recorded]
     if recorded and bare:

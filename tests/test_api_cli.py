@@ -333,7 +333,7 @@ def test_the_first_differing_element_both_values_and_the_largest_gap_are_named(p
     b["x"][1, 3] -= 4
     b["x"][2, 0] = 8.25
     (said,) = pair(a, b).differences
-    assert said.startswith("x: 3 elements differ; first at [1, 2]: 6.0 (")
+    assert said.startswith("x: 3 of 12 elements differ; first at [1, 2]: 6.0 (")
     assert "a.safetensors) and 6.5 (" in said
     assert said.endswith("max abs difference 4")
 
@@ -384,7 +384,7 @@ def test_scalars_and_empty_tensors_are_compared(pair):
     a = {"s": torch.tensor(1.0), "e": torch.zeros(0, 3)}
     assert pair(a, {k: x.clone() for k, x in a.items()}).same
     (said,) = pair(a, {"s": torch.tensor(3.0), "e": torch.zeros(0, 3)}).differences
-    assert said.startswith("s: 1 elements differ; first at []: 1.0")
+    assert said.startswith("s: 1 of 1 element differs; first at []: 1.0")
 
 
 def test_any_two_formats_and_layouts_of_one_model_are_equal(hf, tmp_path):
@@ -412,7 +412,7 @@ def test_one_changed_element_is_found_through_any_layout_at_its_logical_place(hf
     assert was == case.state[name][7, 3]
     poke(path, stored_name, row % 12 * 16 + 3, was + 1)
     (said,) = verify(hf, tmp_path / "a").differences
-    assert said.startswith(f"{name}: 1 elements differ; first at [7, 3]: {was.item()} (")
+    assert said.startswith(f"{name}: 1 of 192 elements differs; first at [7, 3]: {was.item()} (")
     assert "max abs difference 1" in said
 
 
@@ -421,7 +421,9 @@ def test_a_replica_that_differs_is_a_difference_on_either_side(hf, tmp_path):
     poke(tmp_path / "a" / "model_tp_1_pp_0.safetensors", "decoder.final_layernorm.weight", 5, 0.5)
     for pair in ((hf, tmp_path / "a"), (tmp_path / "a", hf)):
         verdict = verify(*pair)
-        assert any("model.norm.weight: 1 elements differ" in line for line in verdict.differences)
+        assert any(
+            "model.norm.weight: 1 of 16 elements differs" in line for line in verdict.differences
+        )
     verdict = verify(tmp_path / "a")
     assert any("model.norm.weight" in line for line in verdict.differences)
     first = replace(QUIET, compare_replicas=False)
@@ -652,11 +654,12 @@ def test_underscores_of_values_are_left_alone(hf, cli, tmp_path):
 # --- commands: what they say --------------------------------------------------------------------
 
 
-def test_exit_codes_are_0_done_1_refused_or_different_2_usage(
+def test_exit_codes_are_0_done_1_refused_or_different_2_usage_or_for_verify_unreadable(
     trained, hf, cli, monkeypatch, tmp_path
 ):
     merge(hf, tmp_path / "same.safetensors", run=QUIET)
     merge(hf, tmp_path / "cast", dtype="bf16", run=QUIET)
+    made = reshard(hf, tmp_path / "made", tp=2, run=QUIET).output
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.chdir(empty)
@@ -670,7 +673,6 @@ def test_exit_codes_are_0_done_1_refused_or_different_2_usage(
     refused = [
         ("verify-ckpt", hf, tmp_path / "cast"),
         ("verify-ckpt", trained, hf),
-        ("verify-ckpt", tmp_path / "absent"),
         ("inspect-ckpt", empty),
         ("inspect-ckpt", trained, "--tensor", "lm_head.wait"),
         ("reshard", trained, "--tp", 3),
@@ -684,6 +686,12 @@ def test_exit_codes_are_0_done_1_refused_or_different_2_usage(
         ("merge-ckpt", trained, "--layout", "qkv"),
         ("merge-ckpt", trained, "--workers", 0),
         ("merge-ckpt", trained, "--memory-budget", "-1"),
+    ]
+    unreadable = [
+        ("verify-ckpt", tmp_path / "absent"),
+        ("verify-ckpt", hf, empty),
+        ("verify-ckpt", made, hf, "--layout-a", "qkv=flat"),
+        ("verify-ckpt", hf, trained, "--iteration-b", 7),
     ]
     usage = [
         ("reshard", trained),  # no layout named
@@ -700,6 +708,8 @@ def test_exit_codes_are_0_done_1_refused_or_different_2_usage(
         ("verify-ckpt", hf, hf, "--rtol", "nan"),
         ("verify-ckpt", hf, hf, hf),
         ("verify-ckpt", trained, hf, "--replicas", "last"),
+        ("verify-ckpt", trained, hf, "--vocab-size", 21),
+        ("verify-ckpt", trained, "--vocab-size-b", 21),
     ]
     before = files_of(tmp_path)
     for code, calls in enumerate((done, refused, usage)):
@@ -712,6 +722,10 @@ def test_exit_codes_are_0_done_1_refused_or_different_2_usage(
                 assert not answer.out
             if code == 2:
                 assert answer.err.startswith("usage: ")
+    for call in unreadable:
+        answer = cli(*call)
+        assert answer.code == 2, (call, answer)
+        assert answer.err.startswith("error: ")
     assert files_of(tmp_path) == before
 
 
@@ -819,13 +833,17 @@ def test_verify_prints_each_difference_and_the_verdict(hf, cli, tmp_path):
     answer = cli("verify-ckpt", hf, tmp_path / "other")
     assert answer.code == 1
     first, *_, last = answer.out.splitlines()
-    assert first.startswith("differs: model.norm.weight: 1 elements differ; first at [2]")
-    assert last.startswith("different: 39 tensors")
+    assert first.startswith("differs: model.norm.weight: 1 of 16 elements differs; first at [2]")
+    assert last.startswith("different: 1 tensors differ; 39 tensors compared")
     answer = cli("verify-ckpt", hf, tmp_path / "other", "--json")
     table = json.loads(answer.out)
     assert answer.code == 1
     assert table["same"] is False
-    assert len(table["differences"]) == 1
+    (row,) = table["differences"]
+    assert row["name"] == "model.norm.weight"
+    assert (row["elements"], row["of"]) == (1, 16)
+    assert row["first"]["index"] == [2]
+    assert row["max_abs"] == abs(load_hf(hf)["model.norm.weight"][2].item() - 0.25)
     answer = cli("verify-ckpt", "--load", hf, tmp_path / "other")
     assert answer.code == 1
 
@@ -987,7 +1005,10 @@ def test_help_names_every_option_of_a_command(command, options, cli):
     assert answer.out.startswith(f"usage: {command} ")
     found = set(re.findall(r"--[a-z-]+", answer.out))
     assert set(options.split()) <= found
-    assert "exit codes: 0 done, 1 refused or different, 2 usage" in answer.out
+    codes = "0 done, 1 refused or different, 2 usage"
+    if command == "verify-ckpt":
+        codes = "0 the same or sound, 1 different or damaged, 2 cannot be read, or usage"
+    assert f"exit codes: {codes}" in " ".join(answer.out.split())
 
 
 @pytest.mark.parametrize("budget", ["64KiB", "1MB", "40000"])
@@ -1043,8 +1064,12 @@ def test_the_options_of_a_foreign_source_reach_the_reader(hf, cli, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     answer = cli("reshard", foreign, *named, "--tp", 4, "--pp", 1, "--output", tmp_path / "b")
     assert answer.code == 0
-    answer = cli("verify-ckpt", hf, foreign, *named, "--weights-only")
+    about_b = [f"{word}-b" if str(word).startswith("--") else word for word in named]
+    answer = cli("verify-ckpt", hf, foreign, *about_b, "--weights-only")
     assert answer.code == 0, answer
+    answer = cli("verify-ckpt", hf, foreign, *named, "--weights-only")
+    assert answer.code == 2
+    assert "say of which of the two: --config-a or --config-b" in answer.err
 
 
 # --- progress -----------------------------------------------------------------------------------

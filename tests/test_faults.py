@@ -430,7 +430,7 @@ def test_a_target_of_other_bytes_is_found_different_whatever_is_short(home, monk
     monkeypatch.setattr(files, "PREADV", short_reads(5))
     verdict = verify("hf", "to/out")
     assert not verdict.same
-    assert "lm_head.weight: 1 elements differ; first at [3, 2]" in verdict.differences[0]
+    assert "lm_head.weight: 1 of 336 elements differs; first at [3, 2]" in verdict.differences[0]
 
 
 # --- places -----------------------------------------------------------------------------------

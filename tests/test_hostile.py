@@ -351,7 +351,7 @@ def drifted(folder, variant, name, change=lambda x: x.view(-1).__setitem__(1, -5
 def test_replicas_that_differ_are_an_error_with_both_values_and_files(variant, name, fqn, home):
     """kind D, kind F: norms, row biases, positions, and the copy of a tied embedding."""
     file = drifted(home / "x", variant, name)
-    text = weights_rejected("x", f"replicas differ: {fqn}: 1 elements differ", "-5.0", file,
+    text = weights_rejected("x", f"replicas differ: {fqn}: 1 element differs", "-5.0", file,
                             "max abs difference", "--replicas first")  # fmt: skip
     assert text.count("\n") == 0
     assert text.count(str(home / "x")) == 2
@@ -381,7 +381,7 @@ def test_replicas_are_compared_by_their_bits(value, home):
     write_native(home / "x", made=made)
     path = home / "x/model_tp_1_pp_1.safetensors"
     edit_tensors(path, lambda t: change(t["decoder.final_layernorm.weight"]))
-    weights_rejected("x", "model.norm.weight: 1 elements differ")
+    weights_rejected("x", "model.norm.weight: 1 element differs")
 
 
 @pytest.mark.parametrize("variant", ["llama-tied", "gpt2"])

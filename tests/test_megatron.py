@@ -179,7 +179,8 @@ def test_a_source_equals_what_megatron_made_of_its_twin_optimizer_included(
     golden: Path, oracle: str
 ) -> None:
     source = oracle.partition("_dist__")[0]
-    verdict = verify(golden / source, golden / oracle, read=_rows_of(source))
+    rows = _rows_of(source)
+    verdict = verify(golden / source, golden / oracle, read=rows, read_b=rows)
     assert verdict.same, verdict.differences
     assert verdict.tensors >= 3 * 39
 

@@ -87,7 +87,9 @@ def test_a_source_equals_what_megatron_made_of_it_optimizer_included(
     golden: Path, oracle: str
 ) -> None:
     source = oracle.partition("__to_")[0]
-    verdict = verify(golden / source, golden / oracle, read=_rows_of(source))
+    verdict = verify(
+        golden / source, golden / oracle, read=_rows_of(source), read_b=_rows_of(source)
+    )
     assert verdict.same, verdict.differences
     assert verdict.tensors == _tensors(source)
 
@@ -224,7 +226,7 @@ def test_every_form_becomes_shards_of_another_layout(
     tp, pp, dp = tp_pp_dp
     options = _rows_of(name)
     reshard(golden / name, tmp_path / "out", to="shards", read=options, tp=tp, pp=pp, dp=dp)
-    verdict = verify(golden / name, tmp_path / "out", read=options)
+    verdict = verify(golden / name, tmp_path / "out", read=options, read_b=options)
     assert verdict.same, verdict.differences
     assert verdict.tensors == _tensors(name)
 

@@ -953,7 +953,7 @@ def test_the_folder_of_one_step_is_whole_by_itself(golden: Path, tmp_path: Path)
     for name in ("classic", "dist"):
         step = shutil.move(tmp_path / name / "iter_0000003", tmp_path / f"{name}-step")
         read = ReadOptions(vocab_size=TRUE_ROWS["llama"])
-        assert verify(golden / f"{LLAMA}_torch", step, read=read, run=QUIET).same
+        assert verify(golden / f"{LLAMA}_torch", step, read=read, read_b=read, run=QUIET).same
 
 
 def test_the_tracker_that_is_written_names_the_iteration(golden: Path, tmp_path: Path) -> None:

@@ -32,13 +32,12 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return out
 
 
-def parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser that knows the checkpoint argument."""
+def parser(
+    prog: str, description: str, codes: str = "0 done, 1 refused or different, 2 usage"
+) -> argparse.ArgumentParser:
+    """A parser that says the exit codes at the end of its help."""
     return argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        allow_abbrev=False,
-        epilog="exit codes: 0 done, 1 refused or different, 2 usage",
+        prog=prog, description=description, allow_abbrev=False, epilog=f"exit codes: {codes}"
     )
 
 
@@ -55,22 +54,35 @@ def add_checkpoint(made: argparse.ArgumentParser) -> None:
     )
 
 
-def add_reading(made: argparse.ArgumentParser) -> None:
-    """What the user says about a source."""
+def add_reading(made: argparse.ArgumentParser, *, sides: bool = False) -> None:
+    """What the user says about a source that it does not record itself.
+
+    With ``sides`` each option also has a form for A and one for B, where two are named.
+    """
+    _add_source(made, "")
+    for side in ("a", "b") if sides else ():
+        _add_source(made.add_argument_group(f"about {side.upper()} of two checkpoints"), side)
+
+
+_READING = ("config", "layout", "vocab_size", "iteration")
+
+
+def _add_source(made: argparse._ActionsContainer, side: str) -> None:
+    end, of = (f"-{side}", f" of {side.upper()}") if side else ("", "")
     made.add_argument(
-        "--config", metavar="HF_DIR", help="folder with the Hugging Face config.json to go by"
-    )
+        f"--config{end}", metavar="HF_DIR",
+        help=f"folder with the Hugging Face config.json{of} to go by",
+    )  # fmt: skip
     made.add_argument(
-        "--layout",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="layout tag of a foreign folder, e.g. qkv=per_rank (may be repeated)",
-    )
-    made.add_argument("--vocab-size", type=int, metavar="N", help="true vocabulary rows")
+        f"--layout{end}", action="append", default=[], metavar="KEY=VALUE",
+        help="layout tag that the checkpoint does not record, e.g. qkv=per_rank (may be repeated)"
+        if not side else f"layout tag{of}",
+    )  # fmt: skip
+    made.add_argument(f"--vocab-size{end}", type=int, metavar="N", help=f"true vocabulary rows{of}")
     made.add_argument(
-        "--iteration", type=int, metavar="N",
-        help="of a Megatron-LM folder that holds several (default: the newest)",
+        f"--iteration{end}", type=int, metavar="N",
+        help="of a folder that holds several checkpoints (default: the newest)"
+        if not side else f"iteration{of}",
     )  # fmt: skip
 
 
@@ -126,11 +138,33 @@ def checkpoint_of(args: argparse.Namespace, made: argparse.ArgumentParser) -> Pa
 
 def read_options(args: argparse.Namespace) -> ReadOptions:
     """The reading options as the API takes them."""
+    return _options_of(args, "")
+
+
+def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
     from shardwright.ckpt import ReadOptions
     from shardwright.ckpt.model.layout import parse_layout
 
-    config = Path(os.path.expanduser(args.config)) if args.config else None
-    return ReadOptions(config, parse_layout(args.layout), args.vocab_size, iteration=args.iteration)
+    config, layout, vocab, iteration = (getattr(args, name + side) for name in _READING)
+    folder = Path(os.path.expanduser(config)) if config else None
+    return ReadOptions(folder, parse_layout(layout), vocab, iteration=iteration)
+
+
+def read_options_of_two(
+    args: argparse.Namespace, made: argparse.ArgumentParser, *, two: bool
+) -> tuple[ReadOptions, ReadOptions]:
+    """The reading options of A and of B; what is not said of one of two is a usage error."""
+    for name in _READING:
+        option = "--" + name.replace("_", "-")
+        if two and getattr(args, name) not in (None, []):
+            made.error(f"{option}: say of which of the two: {option}-a or {option}-b")
+        if not two:
+            for side in ("a", "b"):
+                if getattr(args, f"{name}_{side}") not in (None, []):
+                    made.error(f"{option}-{side}: only one checkpoint is named; say {option}")
+    return (_options_of(args, "_a"), _options_of(args, "_b")) if two else (
+        _options_of(args, ""), _options_of(args, "")
+    )  # fmt: skip
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
@@ -159,8 +193,10 @@ def _published() -> str:
     return "".join(f"{path} was published and is whole" for path in outputs[-1:])
 
 
-def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
-    """Call a command: our errors become one message and exit code 1.
+def run(
+    command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, refused: int = REFUSED
+) -> int:
+    """Call a command: our errors become one message and the exit code ``refused``.
 
     SIGTERM ends a run as Ctrl-C does, so that nothing half stays behind.
     """
@@ -179,20 +215,20 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> 
         return command(dashed(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print(f"interrupted; {_published() or 'nothing was published'}", file=sys.stderr)
-        return REFUSED
+        return refused
     except BrokenPipeError:
         # The reader of our output has gone; closing stdout again would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return REFUSED
+        return refused
     except OSError as error:
         if error.filename is None:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return REFUSED
+        return refused
     except ValueError as error:
         if type(error).__name__ not in ("CheckpointError", "TrainError"):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+        return refused
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -7,19 +7,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardwright.ckpt.verdict import WORST
 
 from . import options
 
+if TYPE_CHECKING:
+    from shardwright.ckpt import Verdict
+
+
+UNREADABLE = 2  # as diff and cmp: a script must not take "cannot read" for "different"
+CODES = "0 the same or sound, 1 different or damaged, 2 cannot be read, or usage"
+
 
 def _parser() -> argparse.ArgumentParser:
-    made = options.parser("verify-ckpt", (__doc__ or "").replace("``", ""))
+    made = options.parser("verify-ckpt", (__doc__ or "").replace("``", ""), CODES)
     options.add_checkpoint(made)
     made.add_argument("other", nargs="?", metavar="B", help="the checkpoint to compare with")
     made.add_argument("--rtol", type=float, default=0.0, help="relative tolerance, for cast copies")
     made.add_argument("--atol", type=float, default=0.0, help="absolute tolerance")
     made.add_argument("--weights-only", action="store_true", help="ignore optimizer and state")
     made.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    options.add_reading(made)
+    made.add_argument(
+        "--all", action="store_true", help="print every difference, not the worst ten"
+    )
+    options.add_reading(made, sides=True)
     options.add_running(made, writes=False)
     return made
 
@@ -33,6 +46,7 @@ def command(argv: Sequence[str]) -> int:
     if not 0 <= args.rtol < float("inf") or not 0 <= args.atol < float("inf"):
         made.error("--rtol and --atol must be finite and at least 0")
     source = options.checkpoint_of(args, made)
+    read, read_b = options.read_options_of_two(args, made, two=args.other is not None)
     from shardwright.ckpt import verify
 
     verdict = verify(
@@ -41,36 +55,45 @@ def command(argv: Sequence[str]) -> int:
         rtol=args.rtol,
         atol=args.atol,
         weights_only=args.weights_only,
-        read=options.read_options(args),
+        read=read,
+        read_b=read_b,
         run=options.run_options(args),
     )
     if args.json:
         import json
 
-        table = {"same": verdict.same, "tensors": verdict.tensors, "bytes": verdict.nbytes,
-                 "differences": verdict.differences, "notes": verdict.notes}  # fmt: skip
-        print(json.dumps(table, indent=2))
+        table = {"a": str(source), "b": args.other, **verdict.table()}
+        print(json.dumps(table, indent=2, allow_nan=False))
         return options.DONE if verdict.same else options.REFUSED
-    for line in verdict.differences:
-        print(f"differs: {line}")
+    limit = max(WORST, len(verdict.findings) if args.all else 0)
+    for line in verdict.lines(limit):
+        print(line)
     if not args.quiet:
-        from shardwright.ckpt.move.progress import human
-
-        head = _summary(verdict.same, args.other is None)
-        for line in [*verdict.notes, f"{head}: {verdict.tensors} tensors, {human(verdict.nbytes)}"]:
+        for line in [*verdict.notes, _summary(verdict, args.other is None)]:
             print(line)
     return options.DONE if verdict.same else options.REFUSED
 
 
-def _summary(same: bool, alone: bool) -> str:
+def _summary(verdict: Verdict, alone: bool) -> str:
+    from shardwright.ckpt.move.progress import human
+
+    size = human(verdict.nbytes)
     if alone:
-        return "sound" if same else "damaged"
-    return "equal" if same else "different"
+        head = "sound" if verdict.same else "damaged"
+        return f"{head}: {verdict.tensors} tensors, {size}"
+    if verdict.same:
+        return f"equal: {verdict.tensors} tensors compared, {size}"
+    others = len(verdict.findings) - sum(f.about_tensor for f in verdict.findings)
+    more = f" and {others} other differences" if others else ""
+    return (
+        f"different: {verdict.tensors_differ} tensors differ{more}; "
+        f"{verdict.tensors} tensors compared, {size}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Console entry."""
-    return options.run(command, argv)
+    return options.run(command, argv, UNREADABLE)
 
 
 if __name__ == "__main__":

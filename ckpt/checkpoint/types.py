@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..errors import CheckpointError
 from ..model.family import Model
@@ -13,19 +13,36 @@ from ..model.file_layout import FileLayout, Index, Spec
 from ..model.manifest import Manifest, SideFile
 from ..model.mesh import Mesh
 
+Value = TypeVar("Value")
 JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
 WITHOUT = "pass --weights-only to go on without the optimizer"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What the user says about a source that its files do not."""
+    """What the user says about one source that its files do not.
+
+    It fills what the source does not record, and never overrides what it does (``filled``).
+    """
 
     config: Path | None = None  # folder or file of a Hugging Face config
-    layout: Mapping[str, str] = field(default_factory=dict)  # tags that override the file's
+    layout: Mapping[str, str] = field(default_factory=dict)  # tag -> value
     vocab_size: int | None = None  # true rows of the vocabulary
     weights_only: bool = False  # leave optimizer files alone
-    iteration: int | None = None  # of a Megatron-LM folder that holds several
+    iteration: int | None = None  # of a folder that holds several
+
+
+def filled(recorded: Value | None, given: Value | None, option: str, origin: str) -> Value | None:
+    """What ``origin`` records, else what the user gives with ``option``.
+
+    CheckpointError where both say something and differ: a source is believed.
+    """
+    if recorded is None or given is None or recorded == given:
+        return given if recorded is None else recorded
+    raise CheckpointError(
+        f"{origin} records {recorded}, {option} says {given}; an option only fills what a "
+        "checkpoint does not record, so leave it out"
+    )
 
 
 @dataclass(frozen=True, slots=True)

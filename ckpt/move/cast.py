@@ -1,11 +1,14 @@
 """Element types as NumPy arrays, and the casts that ``--dtype`` asks for.
 
-NumPy has no bfloat16: its bits are carried as uint16. Results are torch's, bit for bit:
-round to nearest even, float64 goes to 16 bits through float32. A NaN stays a NaN; its payload
-is 0x7FC0 in bfloat16, where torch's depends on whether it took a vector or a scalar path.
+NumPy has no bfloat16 and no float8: their bits are carried as unsigned integers, and widened to
+float32 where values are asked for. Results of casts are torch's, bit for bit: round to nearest
+even, float64 goes to 16 bits through float32. A NaN stays a NaN; its payload is 0x7FC0 in
+bfloat16, where torch's depends on whether it took a vector or a scalar path.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +23,40 @@ _VALUES: dict[str, str] = {
 }  # fmt: skip
 
 
+# bits of the mantissa, bias of the exponent, and the codes that are no finite number
+_INF, _NAN = float("inf"), float("nan")
+_FLOAT8: dict[str, tuple[int, int, dict[int, float]]] = {
+    "F8_E4M3": (3, 7, {0x7F: _NAN, 0xFF: _NAN}),
+    "F8_E4M3FNUZ": (3, 8, {0x80: _NAN}),
+    "F8_E5M2": (2, 15, {
+        0x7C: _INF, 0x7D: _NAN, 0x7E: _NAN, 0x7F: _NAN,
+        0xFC: -_INF, 0xFD: _NAN, 0xFE: _NAN, 0xFF: _NAN,
+    }),
+    "F8_E5M2FNUZ": (2, 16, {0x80: _NAN}),
+    "F8_E8M0": (0, 127, {0xFF: _NAN}),  # powers of two: no sign, no mantissa, no zero
+}  # fmt: skip
+
+
+@cache
+def _float8_table(dtype: str) -> npt.NDArray[np.float32]:
+    """The value of each of the 256 codes."""
+    mantissa_bits, bias, special = _FLOAT8[dtype]
+    found = [_float8(code, mantissa_bits, bias, dtype == "F8_E8M0") for code in range(256)]
+    for code, value in special.items():
+        found[code] = value
+    return np.array(found, np.float32)
+
+
+def _float8(code: int, mantissa_bits: int, bias: int, unsigned: bool) -> float:
+    if unsigned:
+        return float(2.0 ** (code - bias))
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    if exponent == 0:  # subnormal
+        return float(sign * mantissa * 2.0 ** (1 - bias - mantissa_bits))
+    return float(sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias))
+
+
 def raw(dtype: str) -> np.dtype[np.generic]:
     """The NumPy type that moves elements without looking at them."""
     size = ITEMSIZE[dtype]
@@ -27,10 +64,13 @@ def raw(dtype: str) -> np.dtype[np.generic]:
 
 
 def values(array: Array, dtype: str) -> Array:
-    """Raw elements as numbers; bfloat16 widens to float32, float8 has no NumPy form."""
+    """Raw elements as numbers; bfloat16 and float8 widen to float32."""
     if dtype == "BF16":
         wide: Array = (array.astype(np.uint32) << 16).view(np.float32)
         return wide
+    if dtype in _FLOAT8:
+        decoded: Array = _float8_table(dtype)[array]
+        return decoded
     if dtype in _VALUES:
         return np.ascontiguousarray(array).view(_VALUES[dtype]).reshape(array.shape)
     return array

@@ -39,6 +39,7 @@ def sniff(path: Path) -> bool:
 
 def read(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint at a folder or file; raises with every fault of names and shapes."""
+    _check_options(path, options)
     folder = path if path.is_dir() else path.parent
     config = find_config(folder, options)
     model = _model(config, options)
@@ -64,6 +65,20 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
         table = load_json(folder / CHECKSUMS)
         result.digests = read_digests(table.get("files"), folder / CHECKSUMS)
     return result
+
+
+def _check_options(path: Path, options: ReadOptions) -> None:
+    """Options that Hugging Face files leave no room for are refused, not ignored."""
+    if options.layout:
+        tags = ", ".join(f"{tag}={value}" for tag, value in options.layout.items())
+        raise CheckpointError(
+            f"{path}: --layout {tags}: Hugging Face files are not packed by a layout; leave it out"
+        )
+    if options.iteration is not None:
+        raise CheckpointError(
+            f"{path}: --iteration {options.iteration}: Hugging Face files record no iteration; "
+            "leave it out"
+        )
 
 
 def _add(

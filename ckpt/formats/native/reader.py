@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...checkpoint.config import find_config, load_model
 from ...checkpoint.json_io import load_json, read_digests
-from ...checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
+from ...checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, filled
 from ...errors import CheckpointError, raise_all
 from ...model.chunk_builder import ChunkBuilder
 from ...model.dtypes import TO_TORCH
@@ -86,7 +86,9 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     check_files(path, names.model, dict(named_axes(shapes)), names.suffix, "model")
     indices = {coord: _rank_index(file) for coord, file in names.model.items()}
     header = _header(path, table, model, indices, shapes, options)
-    return _Reader(path, header, model, names, indices, options).checkpoint()
+    found = _Reader(path, header, model, names, indices, options).checkpoint()
+    filled(found.step, options.iteration, "--iteration", f"{path / CHECKPOINT}: step")
+    return found
 
 
 def _check_version(path: Path, table: Mapping[str, object]) -> None:
@@ -116,7 +118,7 @@ def _vocab(path: Path, table: Mapping[str, object], options: ReadOptions) -> int
     said = table.get("vocab_size")
     if said is not None and (type(said) is not int or said <= 0):
         raise CheckpointError(f"{path / CHECKPOINT}: vocab_size is {said!r}")
-    return options.vocab_size if options.vocab_size is not None else said
+    return filled(said, options.vocab_size, "--vocab-size", f"{path / CHECKPOINT}: vocab_size")
 
 
 def _mesh_shape(path: Path, names: RankNames, table: Mapping[str, object]) -> dict[str, int]:
@@ -153,7 +155,9 @@ def _header(
     said = table.get("layout", {})
     if not isinstance(said, dict):
         raise CheckpointError(f"{path / CHECKPOINT}: layout is {said!r}, not tag -> value")
-    layout = check_layout({**said, **options.layout}, model.family, str(path))
+    for tag, value in options.layout.items():
+        filled(said.get(tag), value, f"--layout {tag}", f"{path / CHECKPOINT}: layout {tag}")
+    layout = check_layout({**options.layout, **said}, model.family, str(path))
     count = model.sizes["layer"]
     owned: tuple[tuple[int, ...], ...] | None
     stages = table.get("pp_layers")

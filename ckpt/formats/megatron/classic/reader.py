@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
+from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, filled
 from ....errors import CheckpointError, raise_all
 from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
@@ -159,6 +159,11 @@ class _Reader:
                 f"has {sizes['g']} for {sizes['n']} heads; say how rows are packed: "
                 "--layout qkv=per_group"
             )
+        settled = version >= 2 or sizes["g"] == sizes["n"]
+        recorded = "checkpoint_version" in self.first.index.extra and settled
+        origin = f"{self.first.file}: checkpoint_version {version}"
+        given = self.options.layout.get("qkv")
+        filled(PACKING[version] if recorded else None, given, "--layout qkv", origin)
         return {"qkv": PACKING[version], **self.options.layout}
 
     def checkpoint(self) -> Checkpoint:

@@ -216,7 +216,8 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
     """In a process: what every job returned; None for those of other processes."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import TrainError
-    from shardwright.train.core.process import import_megatron, shutdown
+    from shardwright.train.core.process import shutdown
+    from shardwright.train.patches.megatron import import_megatron
 
     process, found, started = int(os.environ["RANK"]), [], time.monotonic()
     for i, (world, name, arguments) in enumerate(jobs):
@@ -811,7 +812,8 @@ def refusals(names: Sequence[str]) -> dict[str, str]:
     """The error that each of `REFUSED` ends with, or nothing."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import TrainError
-    from shardwright.train.core.process import import_megatron, shutdown
+    from shardwright.train.core.process import shutdown
+    from shardwright.train.patches.megatron import import_megatron
 
     found = {}
     for name in names:

@@ -197,10 +197,11 @@ def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) ->
     """An engine in a layout, with the weights of a Hugging Face folder."""
     from shardwright.ckpt.checkpoint.config import load_model
     from shardwright.train.checkpoint.state import load
+    from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
-    from shardwright.train.core.optim import OptimizerSpec
-    from shardwright.train.core.process import Layout, initialize
-    from shardwright.train.model.build import ModelOptions
+    from shardwright.train.core.layout import Layout
+    from shardwright.train.core.process import initialize
+    from shardwright.train.model.options import ModelOptions
 
     given = dict(options)
     distributed, overlap = given.pop("distributed", False), given.pop("overlap", False)
@@ -214,14 +215,7 @@ def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) ->
         ModelOptions("bf16", **CALM, **given),  # type: ignore[arg-type]
         EngineOptions(distributed_optimizer=distributed, overlap=overlap),
     )
-    made.attach_optimizer(
-        OptimizerSpec(
-            lr=2e-3,
-            precision="bf16",
-            distributed=distributed,
-            overlap_param_gather=distributed and overlap,
-        )
-    )
+    made.attach_optimizer(Optimizer(lr=2e-3))
     if weights:
         load(folder, made.rank_state(), weights_only=True)
     return made

@@ -13,8 +13,8 @@ import pytest
 
 from shardwright.ckpt.checkpoint.config import model_from
 from shardwright.tools import plan_layout, train_ckpt
-from shardwright.train.core.process import import_megatron
 from shardwright.train.errors import TrainError
+from shardwright.train.patches.megatron import import_megatron
 from shardwright.train.planning import estimate, hardware, pictures
 from shardwright.train.planning import search as planning
 from shardwright.train.planning.estimate import GIB, Cluster, Plan

@@ -57,8 +57,10 @@ def ranks() -> dict[str, Any]:
 
 def _functions() -> dict[str, float]:
     """The largest difference of each function and of its gradient from megatron's own."""
-    from shardwright.train.core.process import Layout, import_megatron, initialize, shutdown
+    from shardwright.train.core.layout import Layout
+    from shardwright.train.core.process import initialize, shutdown
     from shardwright.train.patches import fusions
+    from shardwright.train.patches.megatron import import_megatron
 
     parallel = initialize(Layout(tp=2), seed=1)
     random = torch.Generator().manual_seed(1)
@@ -125,9 +127,10 @@ def test_fused_functions_are_megatrons(found) -> None:
 def _train(layout: dict[str, Any], fused: bool = False, recorder: Any = None) -> dict[str, Any]:
     """Five steps, one of them after an evaluation, and one with another number of rows."""
     from shardwright.ckpt.checkpoint.config import model_from
-    from shardwright.train.core import optim
+    from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
-    from shardwright.train.core.process import Layout, initialize, shutdown
+    from shardwright.train.core.layout import Layout
+    from shardwright.train.core.process import initialize, shutdown
     from shardwright.train.model import build as model
     from shardwright.train.patches import fusions, graphs
 
@@ -145,7 +148,7 @@ def _train(layout: dict[str, Any], fused: bool = False, recorder: Any = None) ->
     options = model.ModelOptions(precision="bf16", fused_cross_entropy=True, **CALM)  # type: ignore[arg-type]
     engine = Engine(model_from(TIED, "tied"), parallel, made, options, EngineOptions())
     model._fusions = plain
-    engine.attach_optimizer(optim.OptimizerSpec(lr=1e-2, precision="bf16"))
+    engine.attach_optimizer(Optimizer(lr=1e-2))
     real = graphs._Recorder, graphs._stand_ins
     _StandIns.original = staticmethod(graphs._stand_ins)
     if recorder is not None:
@@ -305,16 +308,17 @@ def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     """In one rank: the files that differ, and the sizes that were foretold and that were saved."""
     from shardwright.ckpt.checkpoint.config import model_from
     from shardwright.train.checkpoint import state
-    from shardwright.train.core import optim
+    from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
-    from shardwright.train.core.process import Layout, initialize
-    from shardwright.train.model.build import ModelOptions
+    from shardwright.train.core.layout import Layout
+    from shardwright.train.core.process import initialize
+    from shardwright.train.model.options import ModelOptions
 
     layout = Layout()
     parallel = initialize(layout, seed=1)
     options = ModelOptions(precision="bf16", **CALM)  # type: ignore[arg-type]
     engine = Engine(model_from(TIED, "tied"), parallel, layout, options, EngineOptions())
-    engine.attach_optimizer(optim.OptimizerSpec(lr=1e-2, precision="bf16"))
+    engine.attach_optimizer(Optimizer(lr=1e-2))
     held = engine.rank_state()
     foretold = sorted(held.bytes_to_save(weights_only=False))
     saver = state.Saver(held)

@@ -31,7 +31,8 @@ from train_helpers import (
 
 from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard
 from shardwright.ckpt.checkpoint.config import load_model
-from shardwright.train.core.process import Layout, Parallel, initialize, shutdown
+from shardwright.train.core.layout import Layout
+from shardwright.train.core.process import Parallel, initialize, shutdown
 from shardwright.train.errors import TrainError
 from shardwright.train.model.build import (
     ModelOptions,

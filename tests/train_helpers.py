@@ -63,8 +63,8 @@ def _serve(target: str, world: int, folder: Path, args: Sequence[object]) -> int
     os.environ.update(
         LOCAL_WORLD_SIZE=str(world), WORLD_SIZE=str(world), TORCH_CPP_LOG_LEVEL="ERROR"
     )
-    from shardwright.train.core.process import import_megatron
     from shardwright.train.patches import cpu
+    from shardwright.train.patches.megatron import import_megatron
 
     cpu.install()
     for name in ("models.gpt", "distributed", "pipeline_parallel", "optimizer"):

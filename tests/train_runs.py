@@ -264,7 +264,8 @@ def train_poisoned(argv: Sequence[str], rank: int, after: int) -> str:
 
 
 def _leave() -> None:
-    from shardwright.train.core.process import import_megatron, shutdown
+    from shardwright.train.core.process import shutdown
+    from shardwright.train.patches.megatron import import_megatron
 
     if import_megatron("parallel_state").model_parallel_is_initialized():
         shutdown()
@@ -286,10 +287,11 @@ class Setup:
         """The engine, with the folder's weights loaded as a fine-tuning run loads them."""
         from shardwright.ckpt.checkpoint.config import load_model
         from shardwright.train.checkpoint.state import load
+        from shardwright.train.config.schema import Optimizer
         from shardwright.train.core.engine import Engine, EngineOptions
-        from shardwright.train.core.optim import OptimizerSpec
-        from shardwright.train.core.process import Layout, initialize
-        from shardwright.train.model.build import ModelOptions
+        from shardwright.train.core.layout import Layout
+        from shardwright.train.core.process import initialize
+        from shardwright.train.model.options import ModelOptions
 
         layout = Layout(self.tp, self.pp, self.sequence_parallel)
         options = ModelOptions(precision=self.precision, **CALM)  # type: ignore[arg-type]
@@ -300,14 +302,7 @@ class Setup:
             options,
             EngineOptions(distributed_optimizer=self.distributed),
         )
-        made.attach_optimizer(
-            OptimizerSpec(
-                lr=LR,
-                weight_decay=self.weight_decay,
-                precision=self.precision,
-                distributed=self.distributed,
-            )
-        )
+        made.attach_optimizer(Optimizer(lr=LR, weight_decay=self.weight_decay))
         load(self.folder, made.rank_state(), weights_only=True)
         return made
 
@@ -619,7 +614,7 @@ def _slow_forward() -> None:
 
 def _slow_network() -> None:
     """No rank works longer, but once gradients take long to be exchanged."""
-    from shardwright.train.core.process import import_megatron
+    from shardwright.train.patches.megatron import import_megatron
 
     for rank in range(4):
         _slow_call(rank, import_megatron("distributed"), "finalize_model_grads")

@@ -73,10 +73,11 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
 
     from shardwright.ckpt.checkpoint.config import model_from
     from shardwright.train.checkpoint.state import Saver
-    from shardwright.train.core import optim
+    from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
-    from shardwright.train.core.process import Layout, initialize
-    from shardwright.train.model.build import ModelOptions
+    from shardwright.train.core.layout import Layout
+    from shardwright.train.core.process import initialize
+    from shardwright.train.model.options import ModelOptions
     from shardwright.train.run.metrics import flops_per_token
 
     layout = Layout(case.get("tp", 1), case.get("pp", 1), case.get("sp", False))
@@ -91,12 +92,7 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
         ),
         EngineOptions(distributed, case.get("overlap", False)),
     )  # fmt: skip
-    engine.attach_optimizer(
-        optim.OptimizerSpec(
-            lr=1e-4, precision="bf16", distributed=distributed,
-            overlap_param_gather=distributed and case.get("overlap", False),
-        )
-    )  # fmt: skip
+    engine.attach_optimizer(Optimizer(lr=1e-4))
     saver = Saver(engine.rank_state(), reserve=bool(args.save))
     rows = batches(case, parallel.device)
     times = []

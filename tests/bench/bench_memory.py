@@ -83,10 +83,11 @@ def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: i
     import torch
 
     from shardwright.ckpt.checkpoint.config import model_from
-    from shardwright.train.core import optim
+    from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
-    from shardwright.train.core.process import Layout, initialize, shutdown
-    from shardwright.train.model.build import ModelOptions
+    from shardwright.train.core.layout import Layout
+    from shardwright.train.core.process import initialize, shutdown
+    from shardwright.train.model.options import ModelOptions
 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -99,11 +100,7 @@ def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: i
         ModelOptions("bf16", fused_cross_entropy=True, recompute=given.get("recompute", "none")),
         EngineOptions(distributed, overlap),
     )  # fmt: skip
-    engine.attach_optimizer(
-        optim.OptimizerSpec(
-            lr=1e-4, precision="bf16", distributed=distributed, overlap_param_gather=overlap
-        )
-    )
+    engine.attach_optimizer(Optimizer(lr=1e-4))
     rows = batches({"micro": micro, "count": count}, parallel.device, config["vocab_size"])
     for _ in range(2):
         engine.zero_grad()

@@ -34,10 +34,17 @@ from ..config import from_plugin as config_plugin
 from ..config import schema as settings_of
 from ..config.fields import MegatronLMPlugin
 from ..config.schema import TrainConfig
-from ..core.engine import Engine, EngineOptions, StepResult
-from ..core.optim import OptimizerSpec
-from ..core.process import Layout, Parallel, import_megatron, initialize, shutdown
+from ..core.engine import Engine, StepResult
+from ..core.from_config import (
+    engine_of,
+    groups_of,
+    layout_of,
+    positions_of,
+    settle,
+)
+from ..core.process import Parallel, initialize, shutdown
 from ..errors import TrainError
+from ..patches.megatron import import_megatron
 from . import param_groups as groups
 from .loader import Cursor, PreparedLoader, Share
 from .prepare import PreparedModel, PreparedOptimizer, PreparedScheduler, plain
@@ -94,11 +101,8 @@ class Accelerator:
         launch = self.settings.launch
         if cpu or launch.use_cpu or _is_true(os.environ.get("ACCELERATE_USE_CPU", "")):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        p = self.settings.parallelism
-        # layers of stages depend on the model, which prepare() brings; groups do not
-        early = Layout(p.tp, p.pp, p.sequence_parallel)
         self.parallel: Parallel = initialize(
-            early, seed=self.seed, timeout_s=60.0 * launch.timeout_minutes
+            groups_of(self.settings), seed=self.seed, timeout_s=60.0 * launch.timeout_minutes
         )
         self._log = StepLog(self.settings.logging.tensorboard_dir, writes=self.is_main_process)
         self._forget()
@@ -286,8 +290,6 @@ class Accelerator:
         return (self._positions, "the model's positions") if said is None else (said, "seq_length")
 
     def _prepare_model(self, original: Any, optimizers: Sequence[Any]) -> PreparedModel:
-        from ..run.trainer import layout_of, model_options, positions_of
-
         name = type(original).__name__
         if not name.endswith(("ForCausalLM", "LMHeadModel")):
             raise TrainError(
@@ -298,19 +300,18 @@ class Accelerator:
         said = groups.settings_from(optimizers[0]) if optimizers else None
         settings = self._settings(self.parallel.world_size, optimizer=said)
         self._positions = positions_of(model)
-        sizes = settings_of.Sizes(
-            name, model.sizes["layer"], self._positions, "pos" not in model.sizes
+        self.settings = settings = settle(settings, model, name)
+        parts = weights.stored_parts(
+            model, layout_of(settings), self.parallel, settings.model.vocab_multiple
         )
-        self.settings = settings = settings_of.for_model(settings, sizes)
-        layout, options = layout_of(settings), model_options(settings)
-        parts = weights.stored_parts(model, layout, self.parallel, options.vocab_multiple)
         weights.check_names(original, model)
         index = self._groups(original, model, optimizers, parts)
-        engine = Engine(
-            model, self.parallel, layout, options, self._engine_options(original),
-            None if index is None else lambda stored: index[stored] >= 0,
+        engine = engine_of(
+            settings, model, self.parallel, name,
+            eod_tokens=self._eod_tokens(original),
+            several_calls=self.gradient_accumulation_steps > 1,
+            trained=None if index is None else lambda stored: index[stored] >= 0,
         )  # fmt: skip
-        settings_of.check_expected(settings.model.expected, engine.facts(), name)
         self._engine, self._original = engine, original
         if index is not None:
             self._attach(engine, optimizers[0], index)
@@ -323,20 +324,16 @@ class Accelerator:
         # in train mode whatever the original's is, as Accelerate's Megatron engine
         return PreparedModel(self, engine, original, self._handler(engine))
 
-    def _engine_options(self, original: Any) -> EngineOptions:
-        s, eod = self.settings, original.config.eos_token_id
-        if s.data.eod_mask_loss and eod is None:
+    def _eod_tokens(self, original: Any) -> list[int]:
+        """The end-of-document tokens, where their positions do not count toward the loss."""
+        if not self.settings.data.eod_mask_loss:
+            return []
+        eod = original.config.eos_token_id
+        if eod is None:
             raise TrainError(
                 "eod_mask_loss: the model's config has no eos_token_id; set it before prepare()"
             )
-        tokens = () if not s.data.eod_mask_loss else eod if isinstance(eod, list) else [eod]
-        return EngineOptions(
-            distributed_optimizer=s.parallelism.distributed_optimizer,
-            overlap=s.parallelism.overlap and self.gradient_accumulation_steps == 1,
-            check_for_nan=s.optimizer.check_for_nan,
-            per_token_loss=s.data.per_token_loss,
-            eod_tokens=tuple(tokens),
-        )
+        return eod if isinstance(eod, list) else [eod]
 
     def _groups(
         self, original: Any, model: Any, optimizers: Sequence[Any], parts: Mapping[str, list[str]]
@@ -352,14 +349,8 @@ class Accelerator:
         self, engine: Engine, optimizer: torch.optim.Optimizer, index: Mapping[str, int]
     ) -> None:
         """megatron's optimizer over the user's own param groups."""
-        o = self.settings.optimizer
-        spec = OptimizerSpec(
-            name=o.name, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
-            momentum=o.momentum, clip_grad=o.clip_grad, precision=self.settings.precision.name,
-            distributed=self.settings.parallelism.distributed_optimizer,
-            overlap_param_gather=engine.options.overlap and engine.options.distributed_optimizer,
-        )  # fmt: skip
-        engine.attach_optimizer(spec, groups.param_groups(optimizer, index, engine.named, o))
+        made = groups.param_groups(optimizer, index, engine.named, self.settings.optimizer)
+        engine.attach_optimizer(self.settings.optimizer, made)
         self._optimizer = PreparedOptimizer(self, engine, optimizer)
 
     def _handler(self, engine: Engine) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from ..config import schema as settings_of
 from ..core.optim import ParamGroup
-from ..core.process import import_megatron
+from ..core.schedule import schedule_of
 from ..errors import TrainError
 
 HANDED_ON = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "dampening")
@@ -141,7 +141,6 @@ class Annealing:
     """megatron-core's schedule over the script's own groups, with a torch scheduler's methods."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, found: settings_of.Schedule) -> None:
-        made = import_megatron("optimizer_param_scheduler").OptimizerParamScheduler
         usual = optimizer.defaults["weight_decay"]
         for group in optimizer.param_groups:
             own = group["weight_decay"]
@@ -149,12 +148,7 @@ class Annealing:
             # a group keeps its ratio to the optimizer's weight decay, which the schedule changes
             group.setdefault("wd_mult", own / usual if usual else 1.0)
         self.optimizer = optimizer
-        self.made = made(
-            optimizer, init_lr=0.0, max_lr=found.lr, min_lr=found.min_lr,
-            lr_warmup_steps=found.warmup_steps, lr_decay_steps=found.decay_steps,
-            lr_decay_style=found.style, start_wd=found.wd_start, end_wd=found.wd_end,
-            wd_incr_steps=found.wd_steps, wd_incr_style=found.wd_style,
-        )  # fmt: skip
+        self.made = schedule_of(found, optimizer)
 
     def step(self) -> None:
         """One optimizer step on."""

@@ -17,8 +17,8 @@ from shardwright.ckpt.move import live
 from shardwright.ckpt.move.executor import Budget, Mover, run_units, units
 
 from ..config.fields import raise_faults
-from ..core.engine import mesh_of
-from ..core.process import Layout, Parallel
+from ..core.layout import Layout, mesh_of
+from ..core.process import Parallel
 from .state import RankState, _bytes
 
 _HF = "hf:"  # keys of buffers that hold the transformers model
@@ -134,8 +134,10 @@ def collect(held: RankState) -> dict[str, torch.Tensor]:
 
 
 def _is_mine(copy: Copy, held: RankState) -> bool:
-    """Whether this rank holds the source of a copy; of equal replicas the first dp rank does."""
-    return held.dp_rank == 0 and copy.src.file.startswith(_key(held.coord, ""))
+    """Whether this rank owns the source of a copy."""
+    here = _key(held.coord, "")
+    name = copy.src.file.removeprefix(here)
+    return copy.src.file.startswith(here) and held.place.owns(name)
 
 
 def _key(coord: tuple[tuple[str, int], ...], key: str) -> str:

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from shardwright.ckpt.move.publish import _exchange as exchange
 from shardwright.ckpt.reader import LATEST, follow, read_checkpoint
 
 from ..core import rng
+from ..core.layout import Place
 from ..core.optim import OptimizerView
 from ..doctor import findings as advice
 from ..errors import TrainError
@@ -64,10 +65,7 @@ class RankState:
 
     model: Model
     mesh: Mesh  # tp and pp
-    dp: int
-    dp_rank: int
-    coord: Coord  # this rank's place in the mesh
-    rank: int  # of the whole world
+    place: Place  # of this rank
     named: Mapping[str, torch.nn.Parameter]  # stored name -> parameter
     optimizer: OptimizerView | None
     sharded: bool  # the optimizer is cut over dp
@@ -78,6 +76,32 @@ class RankState:
 
     def __post_init__(self) -> None:
         self.placement = Placement.written(self.model, self.mesh, self.vocab_multiple)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.place.dp
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among them."""
+        return self.place.dp_rank
+
+    @property
+    def coord(self) -> Coord:
+        """This rank's place in the mesh."""
+        return self.place.coord
+
+    @property
+    def rank(self) -> int:
+        """Of the whole world."""
+        return self.place.rank
+
+    def saves(self, names: Iterable[str]) -> bool:
+        """Whether this rank writes the file of these stored tensors, whose owner is one rank."""
+        owners = {self.place.owner(name) for name in names} or {self.place.owner("")}
+        assert len(owners) == 1, f"one file, several owners: {owners}"
+        return owners == {self.rank}
 
     def weights(self) -> list[Held]:
         """The weights, in row order."""
@@ -96,11 +120,13 @@ class RankState:
 
     def bytes_to_save(self, weights_only: bool) -> list[int]:
         """The sizes of the tensors that this rank saves, in no set order."""
-        params = [param for _, param in self._rows()]
-        found = [p.numel() * p.element_size() for p in params if self.dp_rank == 0]
-        if self.optimizer is None or weights_only or not (self.sharded or self.dp_rank == 0):
+        rows = [(placed.name, param) for placed, param in self._rows()]
+        owned = [param for name, param in rows if self.place.owns(name)]
+        found = [p.numel() * p.element_size() for p in owned]
+        if self.optimizer is None or weights_only:
             return found
-        return found + [size for param in params for size in self.optimizer.sizes(param)]
+        stepped = [param for _, param in rows] if self.sharded else owned
+        return found + [size for param in stepped for size in self.optimizer.sizes(param)]
 
     def _rows(self) -> list[tuple[Any, torch.nn.Parameter]]:
         rows = self.placement.placed[self.coord]
@@ -446,12 +472,12 @@ class Saver:
         """This rank's files: the first dp rank has the weights, each has its optimizer share."""
         held, target = self.held, self.held.target(step)
         found = []
-        if held.dp_rank == 0:
+        if held.saves(held.named):
             found.append(self._snapshot(stage, "model", held.coord, held.weights(), target))
         if held.optimizer is not None:
             held.optimizer.init_state()  # before the first step too: a state that can be loaded
         moments = [] if self.weights_only else held.moments()
-        if moments and (held.sharded or held.dp_rank == 0):
+        if moments and (held.sharded or held.saves(held.named)):
             coord = (*held.coord, ("dp", held.dp_rank)) if held.sharded else held.coord
             found.append(self._snapshot(stage, "optimizer", coord, moments, target))
         tensors, meta = rng.capture()

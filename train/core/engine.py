@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from shardwright.ckpt.model.family import Model
-from shardwright.ckpt.model.mesh import Mesh
 
 from ..checkpoint.state import RankState
+from ..config.schema import Optimizer
 from ..errors import TrainError
 from ..model.build import ModelOptions, build, padding_mask, stored_parameters, transformer_config
 from ..patches import graphs
+from ..patches.megatron import import_megatron
 from . import optim
-from .process import Layout, Parallel, import_megatron
+from .layout import Layout, mesh_of
+from .process import Parallel
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -119,7 +121,8 @@ class Engine:
         wanted, layout = self.model_options.cuda_graphs, self.layout
         if self.parallel.device.type != "cuda" or wanted is False:
             return []
-        reason = graphs.obstacle(self.config, layout, self.options.overlap)
+        interleaved = layout.virtual_pp_layers is not None
+        reason = graphs.obstacle(self.config, interleaved, self.options.overlap)
         if wanted and reason is not None:
             raise TrainError(f"cuda_graphs: {reason}; turn one of the two off")
         if reason is not None or (wanted is None and layout.tp * layout.pp == 1):
@@ -144,11 +147,16 @@ class Engine:
                     setattr(self.config, hook, found[0])
 
     def attach_optimizer(
-        self, spec: optim.OptimizerSpec, groups: Sequence[optim.ParamGroup] | None = None
+        self, spec: Optimizer, groups: Sequence[optim.ParamGroup] | None = None
     ) -> None:
-        """Make the optimizer over this rank's parameters."""
-        chosen = list(groups) if groups is not None else optim.default_groups(self.named, spec)
-        self.optimizer = optim.build(self.chunks, self.named, spec, chosen)
+        """Make the optimizer over this rank's parameters; without ``groups`` by megatron's rule."""
+        chosen = list(groups) if groups is not None else optim.default_groups(self.named)
+        self.optimizer = optim.build(
+            self.chunks, self.named, spec, chosen,
+            bf16=self.model_options.precision == "bf16",
+            distributed=self.options.distributed_optimizer,
+            overlap=self.options.overlap,
+        )  # fmt: skip
         self.view = optim.OptimizerView(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss
 
@@ -158,10 +166,7 @@ class Engine:
         return RankState(
             model=self.model,
             mesh=mesh_of(self.model, self.layout),
-            dp=p.dp,
-            dp_rank=p.dp_rank,
-            coord=(("tp", p.tp_rank), ("pp", p.pp_rank)),
-            rank=p.rank,
+            place=p.place,
             named=self.named,
             optimizer=self.view,
             sharded=self.options.distributed_optimizer and p.dp > 1,
@@ -430,12 +435,6 @@ class Engine:
         state = import_megatron("parallel_state")
         dist.all_reduce(box, group=state.get_model_parallel_group())
         return math.sqrt(float(box.item()))
-
-
-def mesh_of(model: Model, layout: Layout) -> Mesh:
-    """The mesh of a layout, with the layers that each stage owns."""
-    owned = layout.owned(model.sizes["layer"])
-    return Mesh((("tp", layout.tp), ("pp", layout.pp)), {"pp": owned})
 
 
 def _wants_gradient(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config.schema import Optimizer
 from ..errors import TrainError
 
 if TYPE_CHECKING:
@@ -29,25 +30,7 @@ class ParamGroup:
     options: Mapping[str, Any] = field(default_factory=dict)  # lr, weight_decay, betas, eps, ...
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """What torch's optimizer is to be."""
-
-    name: str = "adamw"  # adamw, adam or sgd
-    lr: float = 1e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-    clip_grad: float = 1.0  # largest global gradient norm; 0 does not clip
-    precision: str = "fp32"  # of the weights: fp32 or bf16
-    distributed: bool = False  # cut masters and moments over the data-parallel ranks
-    overlap_param_gather: bool = False
-
-
-def default_groups(
-    named: Mapping[str, torch.nn.Parameter], spec: OptimizerSpec
-) -> list[ParamGroup]:
+def default_groups(named: Mapping[str, torch.nn.Parameter]) -> list[ParamGroup]:
     """Megatron's rule: no weight decay on biases and on 1-D parameters."""
     flat = {n for n, p in named.items() if p.dim() == 1 or n.endswith(".bias")}
     return [
@@ -59,13 +42,20 @@ def default_groups(
 def build(
     chunks: Sequence[torch.nn.Module],
     named: Mapping[str, torch.nn.Parameter],
-    spec: OptimizerSpec,
+    spec: Optimizer,
     groups: Sequence[ParamGroup],
+    *,
+    bf16: bool = False,
+    distributed: bool = False,
+    overlap: bool = False,
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over this rank's (DDP-wrapped) model chunks.
 
-    ``named`` maps stored names to this rank's parameters. Every rank must pass the same number
-    of groups in the same order. Raises TrainError for a parameter in no group or in two.
+    ``bf16`` says that the weights are, so that fp32 masters are kept. ``distributed`` cuts masters
+    and moments over the data-parallel ranks; with ``overlap`` weights are gathered while the next
+    forward pass computes. ``named`` maps stored names to this rank's parameters. Every rank must
+    pass the same number of groups in the same order. Raises TrainError for a parameter in no
+    group or in two.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -85,10 +75,10 @@ def build(
         decoupled_weight_decay=spec.name == "adamw",
         sgd_momentum=spec.momentum,
         clip_grad=spec.clip_grad,
-        bf16=spec.precision == "bf16",
-        params_dtype=torch.bfloat16 if spec.precision == "bf16" else torch.float32,
-        use_distributed_optimizer=spec.distributed,
-        overlap_param_gather=spec.overlap_param_gather,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=distributed and overlap,
     )
 
     def in_group(index: int) -> ParamWithNamePredicate:

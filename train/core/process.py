@@ -1,117 +1,31 @@
 """Which process this is: torch.distributed, megatron-core's groups, and random numbers.
 
-``Layout`` says how a model is split and which layers each pipeline stage owns; it is pure.
-``initialize`` makes this process one rank of that layout, on a GPU with NCCL or on CPU with
-gloo, under torchrun or alone. Ranks are numbered as megatron numbers them: tp fastest, then
-data-parallel, then pp.
+``initialize`` makes this process one rank of a layout, on a GPU with NCCL or on CPU with gloo,
+under torchrun or alone.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import random
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwright.ckpt.model.mesh import split_by_counts, split_evenly
-
 from ..errors import TrainError
+from ..patches import graphs
+from ..patches.megatron import import_megatron
+from .layout import Layout, Place
 
 _PER_STAGE = 100  # megatron's distance between the seeds of two pipeline stages
 _made_world = False  # whether `initialize` started torch.distributed, so that `shutdown` ends it
 _control: dist.ProcessGroup | None = None  # that of the rank that this process is
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a model is split; what the world has beyond tp x pp is data parallelism."""
-
-    tp: int = 1
-    pp: int = 1
-    sequence_parallel: bool = False  # norms and dropout on 1/tp of the sequence
-    pp_layers: tuple[int, ...] | None = None  # layers of each stage; None splits evenly
-    virtual_pp_layers: int | None = None  # layers per virtual stage; None: no interleaving
-
-    def __post_init__(self) -> None:
-        for axis, size in (("tp", self.tp), ("pp", self.pp)):
-            if size < 1:
-                raise TrainError(f"{axis}={size}: must be at least 1")
-        if self.sequence_parallel and self.tp == 1:
-            raise TrainError(
-                "sequence parallelism splits the sequence over the tp ranks, and tp is 1; turn it "
-                "off or raise tp"
-            )
-        if self.pp_layers is not None and len(self.pp_layers) != self.pp:
-            raise TrainError(
-                f"the layers of {len(self.pp_layers)} stages are named ({self._named()}), and pp "
-                f"is {self.pp}"
-            )
-        if self.virtual_pp_layers is not None:
-            self._check_virtual(self.virtual_pp_layers)
-
-    def _named(self) -> str:
-        return ",".join(map(str, self.pp_layers or ()))
-
-    def _check_virtual(self, layers: int) -> None:
-        if layers < 1:
-            raise TrainError(f"{layers} layers per virtual stage: must be at least 1")
-        if self.pp == 1:
-            raise TrainError(
-                f"{layers} layers per virtual stage interleave pipeline stages, and pp is 1"
-            )
-        if self.pp_layers is not None:
-            raise TrainError(
-                f"stages of {self._named()} layers and virtual stages of {layers} layers exclude "
-                "each other: virtual stages are all alike"
-            )
-
-    def data_parallel(self, world_size: int) -> int:
-        """Replicas in a world of ``world_size`` ranks; TrainError where it does not divide."""
-        ranks = self.tp * self.pp
-        if world_size % ranks:
-            raise TrainError(
-                f"{world_size} processes do not divide into replicas of tp={self.tp} x "
-                f"pp={self.pp} = {ranks} ranks; start a multiple of {ranks}"
-            )
-        return world_size // ranks
-
-    def chunks(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
-        """The layers of every virtual stage: ``chunks(n)[pp_rank][virtual_stage]``, 0-based.
-
-        Without interleaving each pipeline rank has one chunk. TrainError or CheckpointError
-        where ``num_layers`` cannot be split so.
-        """
-        if self.virtual_pp_layers is None:
-            stages = (
-                split_by_counts(num_layers, self.pp_layers)
-                if self.pp_layers is not None
-                else split_evenly(num_layers, self.pp)
-            )
-            return tuple((range(s[0], s[-1] + 1) if s else range(0),) for s in stages)
-        size, width = self.virtual_pp_layers, self.pp * self.virtual_pp_layers
-        if num_layers % width:
-            raise TrainError(
-                f"{num_layers} layers do not divide over pp={self.pp} with {size} layers per "
-                f"virtual stage, which takes multiples of {width}"
-            )
-        return tuple(
-            tuple(range(at, at + size) for at in range(p * size, num_layers, width))
-            for p in range(self.pp)
-        )
-
-    def owned(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
-        """The layers of each pipeline rank, as ``ckpt.mesh.Mesh.owned["pp"]`` holds them."""
-        return tuple(tuple(i for chunk in rank for i in chunk) for rank in self.chunks(num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +46,11 @@ class Parallel:
     control_group: dist.ProcessGroup = field(repr=False, compare=False)
 
     @property
+    def place(self) -> Place:
+        """This process's place in the layout."""
+        return Place(self.tp, self.pp, self.dp, self.tp_rank, self.pp_rank, self.dp_rank)
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""
         return self.pp_rank == 0
@@ -140,17 +59,6 @@ class Parallel:
     def is_last_stage(self) -> bool:
         """Whether this rank holds the output layer, and so the loss."""
         return self.pp_rank == self.pp - 1
-
-
-@functools.cache
-def import_megatron(name: str) -> ModuleType:
-    """A module of megatron-core, without its warnings that Apex is absent.
-
-    On CPU the redirections of ``cpu.py`` must be in place: call ``initialize`` first.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return import_module(f"megatron.core.{name}")
 
 
 def _need_megatron() -> None:
@@ -213,8 +121,6 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
 
 def shutdown() -> None:
     """Leave the layout, and the world where ``initialize`` made it; every rank calls it."""
-    from ..patches import graphs  # which needs this module
-
     global _made_world, _control
     state = import_megatron("parallel_state")
     graphs.release()

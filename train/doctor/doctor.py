@@ -237,13 +237,13 @@ def layout(config: TrainConfig, model: Model | None, machine: Machine) -> list[F
 
 
 def _of_model(config: TrainConfig, model: Model) -> Iterable[Finding]:
-    from ..model.build import check_layout
-    from ..run.trainer import layout_of, model_options, settle
+    from ..core.from_config import layout_of, settle
+    from ..core.layout import check_layout
 
     p = config.parallelism
     try:
         config = settle(config, model, config.model.path or "model")
-        check_layout(model, layout_of(config), model_options(config))
+        check_layout(model, layout_of(config), config.model.vocab_multiple)
     except (CheckpointError, TrainError) as error:
         yield Finding(PROBLEM, "layout", " ".join(str(error).split()),
                       ("another --tp or --pp: plan-layout lists those that divide",))  # fmt: skip

@@ -22,19 +22,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.families.rows import D as LAYER
-from shardwright.ckpt.model.family import Model, build_mesh
-from shardwright.ckpt.model.mesh import named_axes
-from shardwright.ckpt.model.placement import Placement, padded_vocab
+from shardwright.ckpt.model.family import Model
+from shardwright.ckpt.model.placement import padded_vocab
 
-from ..core.process import Layout, Parallel, import_megatron
+from ..core.layout import Layout, check_layout
+from ..core.process import Parallel
 from ..errors import TrainError
+from ..patches.megatron import import_megatron
+from .options import ModelOptions
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -42,54 +43,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_RECOMPUTE = ("none", "selective", "full")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """How a model is computed; none of it changes what is stored."""
-
-    precision: Literal["fp32", "bf16"] = "fp32"  # of weights and activations
-    recompute: Literal["none", "selective", "full"] = "none"  # selective: core attention only
-    recompute_method: str | None = None  # full: "uniform" (default) or "block"
-    recompute_num_layers: int | None = None  # full: layers per unit, or per stage with "block"
-    attention_dropout: float | None = None  # None: the config's
-    hidden_dropout: float | None = None  # of residual branches and embedding; None: the config's
-    fused_cross_entropy: bool = False
-    deterministic: bool = False  # bit-equal repeats; turns on torch.use_deterministic_algorithms
-    vocab_multiple: int = 128  # vocabulary rows are padded to a multiple of this times tp
-    distribute_saved_activations: bool = False  # full: each tp rank keeps 1/tp of the inputs
-    fusions: bool = True  # on a GPU: fused kernels where megatron-core has many small ones
-    # on a GPU: replay layers as CUDA graphs; None where launches, not kernels, take the time
-    cuda_graphs: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("precision", self.precision, tuple(_DTYPES)),
-            ("recompute", self.recompute, _RECOMPUTE),
-            ("recompute_method", self.recompute_method, (None, "uniform", "block")),
-        ):
-            if value not in known:
-                raise TrainError(f"{name}={value!r}: must be one of {', '.join(map(str, known))}")
-        for name, number in (
-            ("vocab_multiple", self.vocab_multiple),
-            ("recompute_num_layers", self.recompute_num_layers),
-        ):
-            if number is not None and number < 1:
-                raise TrainError(f"{name}={number}: must be at least 1")
-        if self.recompute != "full":
-            for name in ("recompute_method", "recompute_num_layers"):
-                if (value := getattr(self, name)) is not None:
-                    raise TrainError(f"{name}={value!r}: recompute is {self.recompute}, not full")
-            if self.distribute_saved_activations:
-                raise TrainError(
-                    f"distribute_saved_activations: recompute is {self.recompute}, not full"
-                )
-        if self.fused_cross_entropy and self.precision == "fp32":
-            raise TrainError(
-                "megatron-core's fused cross entropy rounds its gradient to bfloat16; use it with "
-                "precision bf16"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +230,7 @@ def transformer_config(
 
 def _config(said: _Said, layout: Layout, options: ModelOptions) -> TransformerConfig:
     model = said.model
-    check_layout(model, layout, options)
+    check_layout(model, layout, options.vocab_multiple)
     fields = {
         **_architecture(said),
         **_randomness(said, options),
@@ -307,18 +260,6 @@ def _fusions(said: _Said, options: ModelOptions) -> dict[str, object]:
         "cross_entropy_fusion_impl": "te",
         "gradient_accumulation_fusion": True,
     }
-
-
-def check_layout(model: Model, layout: Layout, options: ModelOptions) -> None:
-    """CheckpointError with every row that this layout cannot split, or with the heads alone."""
-    if model.sizes["n"] % layout.tp:
-        raise CheckpointError(
-            f"{model.sizes['n']} query heads do not divide over tp={layout.tp}; "
-            "choose a tp that divides them"
-        )
-    axes = named_axes({"tp": layout.tp, "pp": layout.pp})
-    mesh = build_mesh(model, axes, layout.owned(model.sizes["layer"]))
-    Placement.written(model, mesh, options.vocab_multiple)
 
 
 def _architecture(said: _Said) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.process import import_megatron
+from .megatron import import_megatron
 
 
 def install() -> None:

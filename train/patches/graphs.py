@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.process import Layout, import_megatron
+from .megatron import import_megatron
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,13 +55,13 @@ def release() -> None:
         replayed.release()
 
 
-def obstacle(config: TransformerConfig, layout: Layout, overlap: bool) -> str | None:
+def obstacle(config: TransformerConfig, interleaved: bool, overlap: bool) -> str | None:
     """Why layers cannot be recorded; None if they can."""
     if config.hidden_dropout or config.attention_dropout:
         return "dropout draws random numbers"
     if config.recompute_granularity is not None:
         return "activations are recomputed"
-    if layout.virtual_pp_layers is not None:
+    if interleaved:
         return "pipeline stages are interleaved"
     if overlap:
         return "gradient reduction overlaps with the backward pass"

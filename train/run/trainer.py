@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,16 @@ from shardwright.ckpt.reader import LATEST, follow, is_checkpoint, read_checkpoi
 from ..checkpoint.state import Loaded, RankState, Saver, describes_itself, load
 from ..config import schema as settings
 from ..config.schema import TrainConfig
-from ..core.engine import Engine, EngineOptions
-from ..core.optim import OptimizerSpec
-from ..core.process import Layout, Parallel, import_megatron, initialize, shutdown
+from ..core.from_config import engine_of, layout_of, positions_of, settle
+from ..core.layout import check_layout
+from ..core.process import Parallel, initialize, shutdown
+from ..core.schedule import schedule_of
 from ..data.corpus import find_tokenizer
 from ..data.samples import Batches, EvalBatches, Samples, open_corpus
 from ..doctor import findings as advice
 from ..doctor.watch import Watch
 from ..errors import TrainError
-from ..model.build import ModelOptions, check_layout
 from .metrics import Metrics, flops_per_token, peak_memory_bytes
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 STOP_FILE = "SHARDWRIGHT_STOP_FILE"  # the launcher makes this file to ask for a save and an end
 
@@ -115,21 +112,6 @@ def _config_file(text: str) -> Path:
     return file.resolve()
 
 
-def settle(config: TrainConfig, model: Model, name: str) -> TrainConfig:
-    """The configuration with what depends on the model filled in; TrainError where they clash."""
-    rotary = "pos" not in model.sizes
-    sizes = settings.Sizes(name, model.sizes["layer"], positions_of(model), rotary)
-    return settings.for_model(config, sizes)
-
-
-def positions_of(model: Model) -> int | None:
-    """The longest sequence that a model has positions for."""
-    for key in ("max_position_embeddings", "n_positions"):
-        if isinstance(model.config.get(key), int):
-            return int(str(model.config[key]))
-    return None
-
-
 def check(config: TrainConfig) -> None:
     """What can be refused before any process is started: model, layout, batch, files."""
     source = find_source(config)
@@ -137,56 +119,10 @@ def check(config: TrainConfig) -> None:
     config = settle(config, model, str(source.config))
     layout = layout_of(config)
     layout.data_parallel(config.world_size)
-    check_layout(model, layout, model_options(config))
+    check_layout(model, layout, config.model.vocab_multiple)
     for name in (*config.data.files, *config.data.eval_files):
         if not Path(name).exists() and not Path(name + ".bin").exists():
             raise TrainError(f"--data {name}: there is no such file")
-
-
-def layout_of(config: TrainConfig) -> Layout:
-    """The part of the configuration that says how ranks are arranged."""
-    p = config.parallelism
-    return Layout(p.tp, p.pp, p.sequence_parallel, p.pp_layers, p.virtual_pp_layers)
-
-
-def model_options(config: TrainConfig) -> ModelOptions:
-    """The part of the configuration that says how the model computes."""
-    return ModelOptions(
-        precision="bf16" if config.precision.name == "bf16" else "fp32",
-        recompute=config.recompute.granularity,  # type: ignore[arg-type]
-        recompute_method=config.recompute.method,
-        recompute_num_layers=config.recompute.num_layers,
-        attention_dropout=config.model.attention_dropout,
-        hidden_dropout=config.model.hidden_dropout,
-        # megatron's fused kernel rounds gradients to bfloat16
-        fused_cross_entropy=config.precision.name == "bf16",
-        vocab_multiple=config.model.vocab_multiple,
-        distribute_saved_activations=config.recompute.distribute_saved_activations,
-    )
-
-
-def optimizer_spec(config: TrainConfig) -> OptimizerSpec:
-    """The part of the configuration that says how weights change."""
-    o = config.optimizer
-    return OptimizerSpec(
-        name=o.name, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
-        momentum=o.momentum, clip_grad=o.clip_grad, precision=config.precision.name,
-        distributed=config.parallelism.distributed_optimizer,
-        overlap_param_gather=config.parallelism.overlap
-        and config.parallelism.distributed_optimizer,
-    )  # fmt: skip
-
-
-def scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
-    """megatron-core's schedule of learning rate and weight decay over optimizer steps."""
-    s = config.schedule
-    assert s is not None, "the command always has a schedule"
-    made = import_megatron("optimizer_param_scheduler").OptimizerParamScheduler
-    return made(
-        optimizer, init_lr=0.0, max_lr=s.lr, min_lr=s.min_lr, lr_warmup_steps=s.warmup_steps,
-        lr_decay_steps=s.decay_steps, lr_decay_style=s.style, start_wd=s.wd_start,
-        end_wd=s.wd_end, wd_incr_steps=s.wd_steps, wd_incr_style=s.wd_style,
-    )  # fmt: skip
 
 
 class Trainer:
@@ -211,21 +147,14 @@ class Trainer:
 
     def _build(self, p: Parallel) -> None:
         """Engine, data, state and files."""
-        self.engine = Engine(
-            self.model, p, layout_of(self.config), model_options(self.config),
-            EngineOptions(
-                self.config.parallelism.distributed_optimizer, self.config.parallelism.overlap,
-                self.config.optimizer.check_for_nan,
-                per_token_loss=self.config.data.per_token_loss, eod_tokens=self._eod_tokens(),
-            ),
-        )  # fmt: skip
-        settings.check_expected(
-            self.config.model.expected, self.engine.facts(), str(self.source.config)
+        self.engine = engine_of(
+            self.config, self.model, p, str(self.source.config), eod_tokens=self._eod_tokens()
         )
-        self.engine.attach_optimizer(optimizer_spec(self.config))
+        self.engine.attach_optimizer(self.config.optimizer)
         self.engine.config.timers = self.watch.timers
         self.held: RankState = self.engine.rank_state()
-        self.schedule = scheduler(self.config, self.engine.optimizer)
+        assert self.config.schedule is not None, "the command always has a schedule"
+        self.schedule = schedule_of(self.config.schedule, self.engine.optimizer)
         self._open_data()
         self._load()
         saving = self.config.saving

@@ -23,7 +23,7 @@ help:
 	@echo "make test       the test suite, on CPU"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-gpu   the tests that need a CUDA device"
-	@echo "make lint       ruff: rules and format"
+	@echo "make lint       ruff: rules and format; which module may import which"
 	@echo "make types      mypy"
 	@echo "make bench      the benchmarks"
 	@echo "make demo       a small real model, there and back"
@@ -41,6 +41,7 @@ test-gpu: $(VENV)/.installed-test $(VENV)/.installed-train
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/pytest -q tests/test_architecture.py
 
 types: $(VENV)/.installed-dev
 	mkdir -p build/links/shardwright

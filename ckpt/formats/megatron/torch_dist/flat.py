@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 from ....containers.dcp import Blob, BlobSlice, Stored
 from ....errors import CheckpointError
-from ....model.family import build_mesh
+from ....model.chunk_builder import ChunkBuilder
+from ....model.family import Model, build_mesh
 from ....model.layout import default_layout
 from ....model.mesh import split_by_counts, split_evenly
 from ....model.placement import Placed, Placement
 from .. import optimizer as megatron_optim
 from ..classic import files as megatron_files
 from ..optimizer import Param, registration_key
-
-if TYPE_CHECKING:
-    from .reader import _Reader
 
 PREFIX = "optimizer.distributed."
 _BUCKET = re.compile(
@@ -33,6 +32,19 @@ _STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 Stages = list[list[tuple[int, ...]]]  # virtual stage -> pipeline rank -> layers
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """What is known of the run that wrote the buffers, and where its state is collected."""
+
+    folder: Path
+    args: Mapping[str, object]
+    model: Model
+    padded: int  # vocabulary rows
+    layout: Mapping[str, str]
+    builder: ChunkBuilder  # holds the weights already
+    left_out: list[tuple[str, int]]  # reason, bytes
+
+
 def stages(args: Mapping[str, object], layers: int, pp: int) -> Stages:
     """The layers of each virtual stage of each pipeline rank, as args split them."""
     for key in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -41,6 +53,10 @@ def stages(args: Mapping[str, object], layers: int, pp: int) -> Stages:
             raise CheckpointError(f"args say {key}={args[key]!r}, a split that is not known here")
     vpp = args.get("virtual_pipeline_model_parallel_size")
     chunks = vpp if type(vpp) is int and vpp > 1 else 1
+    if pp * chunks > layers:
+        raise CheckpointError(
+            f"args say {pp * chunks} pipeline stages, the model has {layers} layers"
+        )
     first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     if first is None and last is None:
         even = split_evenly(layers, pp * chunks)
@@ -57,49 +73,49 @@ def stages(args: Mapping[str, object], layers: int, pp: int) -> Stages:
     return [list(split_by_counts(layers, counts))]
 
 
-def read(reader: _Reader, tensors: Mapping[str, Stored]) -> str:
-    """Add all flat buffers to the reader's chunks; returns why they cannot be read, or ""."""
+def read(saved: SavedRun, tensors: Mapping[str, Stored]) -> str:
+    """Add all flat buffers to the chunks; returns why they cannot be read, or ""."""
     buckets: dict[tuple[int, int], dict[str, dict[int, Stored]]] = {}
     for name, stored in tensors.items():
         match = _BUCKET.fullmatch(name)
         if match is None:
-            return f"{reader.folder}: {name}: optimizer state of an unknown form"
+            return f"{saved.folder}: {name}: optimizer state of an unknown form"
         if len(stored.shape) != 1:
-            return f"{reader.folder}: {name}: shape {list(stored.shape)}, a flat one is needed"
+            return f"{saved.folder}: {name}: shape {list(stored.shape)}, a flat one is needed"
         table = buckets.setdefault((int(match[1]), int(match[2])), {})
         table.setdefault(match[5], {})[int(match[4])] = stored
-    tp = megatron_files.size_of(reader.args, "tp") or 1
-    pp = megatron_files.size_of(reader.args, "pp") or 1
+    tp = megatron_files.size_of(saved.args, "tp") or 1
+    pp = megatron_files.size_of(saved.args, "pp") or 1
     try:
-        split = stages(reader.args, reader.model.sizes["layer"], pp)
-        rows = _rank_rows(reader, tp, pp, split)
+        split = stages(saved.args, saved.model.sizes["layer"], pp)
+        rows = _rank_rows(saved, tp, pp, split)
     except CheckpointError as error:
-        return f"{reader.folder}: {error}"
+        return f"{saved.folder}: {error}"
     for p in range(pp):
         for t in range(tp):
-            pools = _pools(reader, rows[t, p], [chunk[p] for chunk in split], pp)
+            pools = _pools(saved, rows[t, p], [chunk[p] for chunk in split], pp)
             for number, pool in enumerate(pools):
                 found = buckets.pop((p * tp + t, number), None)
                 if found is None:
-                    return f"{reader.folder}: buffer {number} of tp {t} pp {p} is missing"
-                why = _buffer(reader, found, pool, rows[t, p])
+                    return f"{saved.folder}: buffer {number} of tp {t} pp {p} is missing"
+                why = _buffer(saved, found, pool, rows[t, p])
                 if why:
-                    return f"{reader.folder}: buffer {number} of tp {t} pp {p}: {why}"
+                    return f"{saved.folder}: buffer {number} of tp {t} pp {p}: {why}"
     if buckets:
         group, number = next(iter(buckets))
-        return f"{reader.folder}: buffer {number} of group {group} belongs to no rank of args"
+        return f"{saved.folder}: buffer {number} of group {group} belongs to no rank of args"
     return ""
 
 
 def _rank_rows(
-    reader: _Reader, tp: int, pp: int, split: Stages
+    saved: SavedRun, tp: int, pp: int, split: Stages
 ) -> dict[tuple[int, int], dict[str, Placed]]:
     """What each rank of the saving run held, by name."""
-    model = reader.model
+    model = saved.model
     owned = tuple(tuple(n for chunk in split for n in chunk[p]) for p in range(pp))
     mesh = build_mesh(model, (("tp", tp), ("pp", pp)), owned)
-    layout = {**default_layout(model.family), "qkv": reader.layout["qkv"]}
-    here = Placement.of(model, mesh, layout, reader.padded)
+    layout = {**default_layout(model.family), "qkv": saved.layout["qkv"]}
+    here = Placement.of(model, mesh, layout, saved.padded)
     return {
         (dict(coord)["tp"], dict(coord)["pp"]): {p.name: p for p in rows}
         for coord, rows in here.placed.items()
@@ -107,13 +123,13 @@ def _rank_rows(
 
 
 def _pools(
-    reader: _Reader, rows: Mapping[str, Placed], chunks: Sequence[tuple[int, ...]], pp: int
+    saved: SavedRun, rows: Mapping[str, Placed], chunks: Sequence[tuple[int, ...]], pp: int
 ) -> list[list[Param]]:
     """The parameters of each buffer, in registration order."""
     from .. import names as megatron_names
 
-    fused = reader.args.get("transformer_impl") == "transformer_engine"
-    tied = "tie_word_embeddings" in reader.model.flags and pp > 1
+    fused = saved.args.get("transformer_impl") == "transformer_engine"
+    tied = "tie_word_embeddings" in saved.model.flags and pp > 1
     chunk_of = {layer: v for v, layers in enumerate(chunks) for layer in layers}
     params = []
     for name, placed in rows.items():
@@ -122,7 +138,7 @@ def _pools(
         if name.startswith(("decoder.final_layernorm.", "output_layer.")):
             chunk = len(chunks) - 1
         shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
-        dtype = reader.builder.metas[placed.parts[0]].dtype
+        dtype = saved.builder.metas[placed.parts[0]].dtype
         params.append(Param(name, placed.shape, dtype, chunk, shared))
     params.sort(key=lambda p: (p.chunk, registration_key(p.name, fused)))
     pools: dict[tuple[int, str], list[Param]] = {}
@@ -132,7 +148,7 @@ def _pools(
 
 
 def _buffer(
-    reader: _Reader,
+    saved: SavedRun,
     found: Mapping[str, Mapping[int, Stored]],
     pool: Sequence[Param],
     rows: Mapping[str, Placed],
@@ -152,16 +168,14 @@ def _buffer(
             base += lengths[i]
         for span in flat.spans:
             if key == "param" and span.param.dtype == "F32":
-                reader.result.left_out.append(
-                    ("masters of fp32 weights repeat them", 4 * span.param.numel)
-                )
+                saved.left_out.append(("masters of fp32 weights repeat them", 4 * span.param.numel))
                 continue
-            _span(reader, _STATES[key], span, rows[span.param.name], blobs)
+            _span(saved, _STATES[key], span, rows[span.param.name], blobs)
     return ""
 
 
 def _span(
-    reader: _Reader,
+    saved: SavedRun,
     state: str,
     span: megatron_optim.Span,
     placed: Placed,
@@ -176,4 +190,4 @@ def _span(
         for piece in placed.clip(start, stop):
             element, steps = placed.bytes_at(piece, span.start - first, 1)
             part = BlobSlice(blob, (element,), piece.box.sizes, steps=steps)
-            reader.builder.add_box(state, piece, part, placed.name)
+            saved.builder.add_box(state, piece, part, placed.name)

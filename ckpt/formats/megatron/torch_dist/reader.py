@@ -178,7 +178,11 @@ class _Reader:
         )
         self._mesh()
         if flat and not self.options.weights_only:
-            why = megatron_dist_flat.read(self, flat)
+            saved = megatron_dist_flat.SavedRun(
+                self.folder, self.args, self.model, self.padded, self.layout, self.builder,
+                result.left_out,
+            )  # fmt: skip
+            why = megatron_dist_flat.read(saved, flat)
             if why:
                 result.unread_optimizer = f"{why}; {WITHOUT}"
         self._left_out()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
-from .model.design import Design
+from .model.design import Design, check_design
 from .model.manifest import SideFile
 from .model.planner import Copy, Plan, Tolerance, chunk_count, plan
 from .move.progress import Progress, human
@@ -121,7 +121,8 @@ def run_job(job: Job, options: RunOptions) -> Report:
     made = plan(job.source.manifest, design.manifest, job.drop)
     report = _report(job, options, design, made, root)
     # A value that a text file cannot hold is found now, not when all else is written.
-    job.sides(design, {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files})
+    sizes = {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files}
+    check_design(design, root, job.sides(design, sizes))
     if options.dry_run:
         return report
     before = {**snapshot(_source_files(job.source)), **job.source.seen}

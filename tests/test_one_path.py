@@ -35,7 +35,7 @@ def home(tmp_path, monkeypatch):
         ("native", {"dtype": "bf16"}),
         ("native", {"max_shard_size": 4096}),
         ("native", {"max_shard_size": 4096, "safe_serialization": False, "dtype": "fp16"}),
-        ("native", {"read": ReadOptions(vocab_size=20)}),
+        ("hf", {"read": ReadOptions(vocab_size=20)}),
         ("hf", {"safe_serialization": False}),
         ("hf", {"run": RunOptions(checksum=True)}),
     ],

@@ -401,11 +401,11 @@ def test_stages_may_be_uneven(tmp_path: Path) -> None:
     assert read_checkpoint(root).mesh.owned["pp"] == ((0,), (1, 2), (3,))
 
 
-def test_a_release_is_step_0(tmp_path: Path) -> None:
+def test_a_release_is_no_step_of_a_run(tmp_path: Path) -> None:
     models = _models(stored(CONFIG, _llama(), 1, 1, multiple=8))
     root = _save(tmp_path, models, _args(1, 1), release=True)
     _check(root, _llama())
-    assert read_checkpoint(root).step == 0
+    assert read_checkpoint(root).step is None
 
 
 def test_iteration_picks_one_of_several(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_round_trip_over_hugging_face_keeps_every_true_row(
     rows = TRUE_ROWS[source.partition("_")[0]]
     merge(golden / source, tmp_path / "hf", read=ReadOptions(vocab_size=rows))
     reshard(tmp_path / "hf", tmp_path / "back", to="torch_dist", **_layout_of(twin))
-    ours = _by_torch(tmp_path / "back" / "iter_0000000")
+    ours = _by_torch(tmp_path / "back" / "release")
     theirs = {n: x for n, x in _loaded(golden / twin).items() if "optimizer" not in n}
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from . import args_codec
 from . import optimizer as megatron_optim
 from .classic.files import FLAT, RankFile
 from .optimizer import Flat, Param
+from .progress import scalar
 
 if TYPE_CHECKING:
     from ...move.cast import Array
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum_buffer"}
 SAMPLED = 64  # parameters of a rank whose masters are compared with their weights
 _SAMPLE_ELEMS = 16
-_SCALARS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q", "U8": "<B", "BOOL": "<?"}
 Group = Mapping[str, object]
 
 
@@ -323,12 +322,12 @@ def _step(rank: RankFile, groups: Sequence[Group], where: str) -> tuple[int | No
     for i, group in enumerate(groups):
         step = group.get("step")
         if isinstance(step, TensorRef):
-            step = _scalar(rank, f"{where}.param_groups.{i}.step")
+            step = scalar(rank.index, f"{where}.param_groups.{i}.step")
         if isinstance(step, (int, float)):
             return int(step), "groups"
     pattern = re.compile(re.escape(where) + r"\.state\.(\d+\.step|common_step)")
     for name in rank.index.entries:
-        if pattern.fullmatch(name) and (value := _scalar(rank, name)) is not None:
+        if pattern.fullmatch(name) and (value := scalar(rank.index, name)) is not None:
             return int(value), "state"
     return None, "groups"
 
@@ -339,7 +338,7 @@ def _plain_values(rank: RankFile, where: str, table: Group, lost: list[str]) -> 
     for key, value in table.items():
         try:
             if isinstance(value, TensorRef):
-                number = _scalar(rank, f"{where}.{tensor_names.key_text(key)}")
+                number = scalar(rank.index, f"{where}.{tensor_names.key_text(key)}")
                 if number is None:
                     raise args_codec.Unknown(f"a tensor of shape {list(value.shape)}")
                 row[str(key)] = number
@@ -348,18 +347,6 @@ def _plain_values(rank: RankFile, where: str, table: Group, lost: list[str]) -> 
         except args_codec.Unknown as error:
             lost.append(f"{key} ({error})")
     return row
-
-
-def _scalar(rank: RankFile, name: str) -> int | float | None:
-    """The number that a tensor of one element holds."""
-    entry = rank.index.entries.get(name)
-    if entry is None or any(n != 1 for n in entry.shape) or entry.dtype not in _SCALARS:
-        return None
-    raw = bytearray(ITEMSIZE[entry.dtype])
-    with Files() as files:
-        files.read_into(rank.file, entry.offset_bytes, memoryview(raw))
-    value: int | float = struct.unpack(_SCALARS[entry.dtype], raw)[0]
-    return value
 
 
 def _native_group(group: Mapping[str, object], step: int | None) -> dict[str, object]:

@@ -102,6 +102,11 @@ def iteration_folder(path: Path, wanted: int | None) -> Path:
     return folder
 
 
+def iteration_name(step: int | None) -> str:
+    """The folder of an iteration; weights that are no state of a run are a release."""
+    return "release" if step is None else f"iter_{step:07d}"
+
+
 def _listed_iterations(path: Path) -> str:
     return ", ".join(c.name for c in iterations(path)) or "none"
 

@@ -26,7 +26,7 @@ from ....model.manifest import Manifest, SideFile
 from ....model.mesh import Coord
 from ....model.placement import Placed, Placement
 from .. import args as megatron_args
-from .. import args_codec
+from .. import args_codec, progress
 from .. import names as megatron_names
 from ..optimizer import Param
 from ..optimizer_reader import OptimizerReader
@@ -276,8 +276,8 @@ class _Reader:
         """Iteration, schedule, args and the optimizer's hyperparameters."""
         root, result = self.first.index.extra, self.result
         state: dict[str, object] = {}
-        step = 0 if self.folder.name == "release" else root.get("iteration")
-        if type(step) is int and step >= 0:
+        step = progress.iteration(root, self.folder, result.notes)
+        if step is not None:
             result.step = state["step"] = step
         table: dict[str, object] = {
             "args": self.args,
@@ -285,8 +285,8 @@ class _Reader:
         }
         for key in ("iteration", "opt_param_scheduler", "lr_scheduler",
                     "num_floating_point_operations_so_far"):  # fmt: skip
-            args_codec.keep_plain(key, root.get(key), table, result.notes)
-        known = {*table, *megatron_files.DROPPED, "args", "optimizer", "iteration"}
+            args_codec.keep_plain(key, root.get(key) or None, table, result.notes)
+        known = {*table, *megatron_files.DROPPED, "args", "optimizer", "iteration", "total_iters"}
         rest = [k for k in root if k not in known and not re.fullmatch(r"model\d*", k)]
         if rest:
             result.notes.append(f"left behind, of unknown use: {', '.join(map(str, rest))}")

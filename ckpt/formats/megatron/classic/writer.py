@@ -78,8 +78,7 @@ class Writer:
         self.here = Placement.written(target.model, target.mesh, target.vocab_multiple)
         self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(order.metas)
         self.files: list[OutFile] = []
-        name = "release" if target.step is None else f"iter_{target.step:07d}"
-        self.folder = root / name
+        self.folder = root / megatron_files.iteration_name(target.step)
         table = order.state.get("megatron")
         self.saved: Mapping[str, Any] = table if isinstance(table, dict) else {}
         source = self.saved.get("args")

@@ -2,7 +2,8 @@
 
     DIR/latest_checkpointed_iteration.txt
     DIR/iter_0001234/metadata.json       written last: without it the save was not finished
-    DIR/iter_0001234/common.pt           args, iteration, hyperparameters
+    DIR/iter_0001234/common.pt           args, iteration, hyperparameters; since megatron-core 0.20
+                                         the object common_state in a blob
     DIR/iter_0001234/.metadata           which box of which tensor lies in which blob
     DIR/iter_0001234/__R_I.distcp        blobs
 
@@ -17,12 +18,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ....checkpoint.json_io import load_json
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
-from ....containers import dcp, torch_zip
+from ....containers import dcp, pickles, torch_zip
 from ....containers.dcp import COMMON, DESCRIBES, METADATA, Blob, Grid, Stored, read_headers
 from ....errors import CheckpointError, raise_all
 from ....model.box import Box, range_boxes, row_major
@@ -34,7 +36,7 @@ from ....model.layout import check_layout, default_layout
 from ....model.manifest import Chunk, Manifest, SideFile, category_of
 from ....model.placement import Piece, Placed, Placement, restrict
 from .. import args as megatron_args
-from .. import args_codec
+from .. import args_codec, progress
 from .. import names as megatron_names
 from ..classic import files as megatron_files
 from ..classic import reader as megatron
@@ -50,6 +52,7 @@ _STATE = re.compile(
 )
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STATES = {"fp32_param": "master", "param": "master"}
+_COMMON_OBJECT = re.compile(r"common_state(/shard_0_\d+)?")
 _OBJECTS = {  # objects that stay behind: part of the key -> reason
     "_extra_state": "_extra_state holds no weights",
     "rng_state": "random states belong to the ranks of the saving run",
@@ -101,18 +104,36 @@ def _check_kind(folder: Path) -> None:
         )
 
 
+def _common(folder: Path, listing: dcp.Listing) -> Index:
+    """What belongs to no rank: common.pt, or since megatron-core 0.20 an object in a blob."""
+    if (folder / COMMON).is_file():
+        return torch_zip.index(str(folder / COMMON))
+    name = next((name for name in listing.objects if _COMMON_OBJECT.fullmatch(name)), None)
+    if name is None:
+        raise CheckpointError(
+            f"{folder / COMMON}: is missing, and {METADATA} names no object common_state in its "
+            "place: args and iteration of the run are lost; copy the whole iteration again"
+        )
+    found = dcp.objects(listing.objects[name])
+    root = found.extra.get("0")  # of a list of one
+    if not isinstance(root, dict):
+        raise CheckpointError(f"{found.path}: {name} holds {pickles.short(root)}, no table")
+    entries = {key.removeprefix("0."): entry for key, entry in found.entries.items()}
+    return replace(found, entries=entries, extra=root)
+
+
 class _Reader:
     """Reads one iteration."""
 
     def __init__(self, path: Path, folder: Path, options: ReadOptions) -> None:
         self.path, self.folder, self.options = path, folder, options
-        self.common = torch_zip.index(str(folder / COMMON))
+        self.listing = dcp.listing(folder)
+        self.common = _common(folder, self.listing)
         self.args: dict[str, object] = {}
         self.lost: list[str] = []
         if self.common.extra.get("args") is not None:
             found = args_codec.namespace(self.common.extra["args"], self.common.path)
             self.args, self.lost = found
-        self.listing = dcp.listing(folder)
         self.padded = self._padded_vocab()
         self.model, self.config, notes = self._model()
         self._check_precision()
@@ -208,7 +229,8 @@ class _Reader:
         count = Counter(b.file for s in self.listing.tensors.values() for b in s.blobs)
         for file, size in sorted(self.listing.files.items()):
             result.files.append(FileSummary(file, "", size, count[file]))
-        result.described_by = tuple(str(self.folder / n) for n in (DESCRIBES, METADATA, COMMON))
+        described = (self.folder / name for name in (DESCRIBES, METADATA, COMMON))
+        result.described_by = tuple(str(file) for file in described if file.is_file())
         result.digests = megatron_files.recorded(self.path, self.folder)
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes
@@ -311,6 +333,8 @@ class _Reader:
 
     def _left_out(self) -> None:
         for name in self.listing.objects:
+            if _COMMON_OBJECT.fullmatch(name):
+                continue
             reason = next((why for part, why in _OBJECTS.items() if part in name), None)
             if reason is not None:
                 self.result.left_out.append((reason, 0))
@@ -337,15 +361,15 @@ class _Reader:
         """Iteration, schedule, args and the optimizer's hyperparameters."""
         root, result = self.common.extra, self.result
         state: dict[str, object] = {}
-        step = root.get("iteration")
-        if type(step) is int and step >= 0:
+        step = progress.iteration(root, self.folder, result.notes)
+        if step is not None:
             result.step = state["step"] = step
         table: dict[str, object] = {
             "args": self.args,
             "checkpoint_version": root.get("checkpoint_version", 3.0),
         }
         for key in ("iteration", "opt_param_scheduler", "num_floating_point_operations_so_far"):
-            args_codec.keep_plain(key, root.get(key), table, result.notes)
+            args_codec.keep_plain(key, root.get(key) or None, table, result.notes)
         if self.lost:
             result.notes.append(f"args that cannot travel: {', '.join(self.lost)}")
         schedule = megatron_args.native_schedule(table, self.args, result.step or 0)

@@ -28,7 +28,7 @@ from ....model.placement import Placed, Placement
 from ...writing import StoredDtypes, WriteRequest, Written, checksums
 from .. import names as megatron_names
 from ..classic import writer as megatron_out
-from ..classic.files import TRACKER
+from ..classic.files import TRACKER, iteration_name
 
 TO = "torch_dist"
 TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
@@ -51,12 +51,12 @@ def design(order: WriteRequest, root: Path) -> Design:
 def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
     """What travels along, digests, the description that marks a finished save, and the tracker."""
     kept = [s for s in order.sides if s.name not in (TRACKER, DESCRIBES)]
-    step = order.target.step or 0
+    step = order.target.step
     return [
         *kept,
         *checksums(files),
-        SideFile(f"iter_{step:07d}/{DESCRIBES}", text=_DESCRIPTION),
-        SideFile(TRACKER, text=str(step)),
+        SideFile(f"{iteration_name(step)}/{DESCRIBES}", text=_DESCRIPTION),
+        SideFile(TRACKER, text="release" if step is None else str(step)),
     ]
 
 
@@ -67,7 +67,7 @@ class _Writer:
         self.order, self.target = order, order.target
         self.classic = megatron_out.Writer(order, root)  # args, groups and padding are its
         self.states = self.classic.states
-        self.folder = root / f"iter_{self.target.step or 0:07d}"
+        self.folder = root / iteration_name(self.target.step)
         model = self.target.model
         one = build_mesh(model, (("tp", 1), ("pp", 1)))
         layout = {**default_layout(model.family), "glu": "flat"}

@@ -15,8 +15,10 @@ import yaml
 
 from shardwright.tools import train_ckpt
 from shardwright.train.config import questions
-from shardwright.train.config.fields import ACCELERATE_FIELDS, MegatronLMPlugin, read_accelerate
+from shardwright.train.config.accelerate_yaml import read_accelerate
+from shardwright.train.config.fields import ACCELERATE_FIELDS
 from shardwright.train.config.from_plugin import from_plugin
+from shardwright.train.config.plugin import MegatronLMPlugin
 
 # Every key of accelerate 1.15's megatron_lm_config, with values that differ from most defaults.
 KEYS: dict[str, Any] = {

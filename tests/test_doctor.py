@@ -12,10 +12,12 @@ from train_runs import SIZES, Launch, Run, make_place
 from shardwright.ckpt.checkpoint.config import load_model
 from shardwright.tools import train_ckpt
 from shardwright.train.config.schema import Batch, Parallelism, Recompute, TrainConfig
-from shardwright.train.doctor import doctor, topology
 from shardwright.train.doctor import findings as advice
+from shardwright.train.doctor import layout, links, lost_ranks, measured, pipeline, topology
+from shardwright.train.doctor import memory as device_memory
 from shardwright.train.doctor.nvidia_smi import parse_gpus
 from shardwright.train.errors import LOST_A_RANK, WAITED_IN_VAIN, TrainError
+from shardwright.train.planning import pipeline as pipeline_arithmetic
 
 RECORDED = Path(__file__).parent / "topologies"
 GIB = 2**30
@@ -82,7 +84,7 @@ def test_what_is_no_topology_is_refused(text: str) -> None:
 def test_tensor_parallelism_over_slow_links_is_advised_against(
     name: str, tp: int, nproc: int, level: str, parts: list[str]
 ) -> None:
-    found = advice.links(_recorded(name), tp, nproc)
+    found = links.links(_recorded(name), tp, nproc)
     assert found.level == level, _said(found)
     assert [part for part in parts if part not in _said(found)] == [], _said(found)
 
@@ -101,8 +103,8 @@ PIPED = TrainConfig(
 
 
 def test_memory_under_a_pipeline_is_answered_with_more_micro_batches() -> None:
-    memory = advice.Memory(80 * GIB, 70 * GIB, 79 * GIB, 2 * GIB)
-    said = advice.out_of_memory(
+    memory = device_memory.Memory(80 * GIB, 70 * GIB, 79 * GIB, 2 * GIB)
+    said = device_memory.out_of_memory(
         PIPED, memory, rank=3, stage=0, step=7, where="forward and backward"
     )
     for part in ("step 7: rank 3 (stage 1 of 4)", "70.00 GiB of 80.00 GiB in use, 2.00 GiB more",
@@ -111,60 +113,62 @@ def test_memory_under_a_pipeline_is_answered_with_more_micro_batches() -> None:
                  "expandable_segments"):  # fmt: skip
         assert part in said, part
     calm = replace(PIPED, recompute=Recompute("full"), batch=Batch(1, 4, 2))
-    assert "--recompute" not in " ".join(advice.memory_fixes(calm))
-    assert "micro-batch-size" not in " ".join(advice.memory_fixes(calm))
+    assert "--recompute" not in " ".join(device_memory.memory_fixes(calm))
+    assert "micro-batch-size" not in " ".join(device_memory.memory_fixes(calm))
 
 
 def test_a_large_bubble_is_answered_with_micro_batches_or_fewer_stages() -> None:
-    assert advice.bubble_share(4, 4) == pytest.approx(3 / 7)
-    assert advice.bubble_share(4, 4, 2) == pytest.approx(3 / 11)
-    said = _said(advice.bubble(PIPED, 16, measured=0.5))
+    assert pipeline_arithmetic.bubble_share(4, 4) == pytest.approx(3 / 7)
+    assert pipeline_arithmetic.bubble_share(4, 4, 2) == pytest.approx(3 / 11)
+    said = _said(pipeline.bubble(PIPED, 16, measured=0.5))
     for part in ("waited 50%", "43%", "more micro-batches: 27", "less PP: --pp 2",
                  "--virtual-pp-layers"):  # fmt: skip
         assert part in said, said
-    assert advice.bubble(replace(PIPED, batch=Batch(1, 64, 2))).level == "ok"
+    assert pipeline.bubble(replace(PIPED, batch=Batch(1, 64, 2))).level == "ok"
 
 
 def test_uneven_stages_are_answered_with_a_split_that_is_lighter() -> None:
-    said = _said(advice.stages((4, 4, 4, 4), 4.0))
+    said = _said(pipeline.stages((4, 4, 4, 4), 4.0))
     assert "stage 4" in said
     assert "--pp-layers 5,5,5,1" in said
-    assert advice.stages((5, 5, 5, 1), 4.0).level == "ok"
+    assert pipeline.stages((5, 5, 5, 1), 4.0).level == "ok"
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_and_said() -> None:
-    assert advice.vocabulary(50257, 8, 128).level == "note"
-    assert "padded to 51200" in advice.vocabulary(50257, 8, 128).what
-    assert advice.vocabulary(51200, 8, 128).level == "ok"
+    assert layout.vocabulary(50257, 8, 128).level == "note"
+    assert "padded to 51200" in layout.vocabulary(50257, 8, 128).what
+    assert layout.vocabulary(51200, 8, 128).level == "ok"
 
 
 def test_what_a_collectives_error_means_is_told_by_its_words() -> None:
-    late = advice.lost(RuntimeError("Timed out waiting 600000ms for recv"), 10, "step 3, data")
+    late = lost_ranks.lost(RuntimeError("Timed out waiting 600000ms for recv"), 10, "step 3, data")
     assert str(late) == "step 3, data: waited 10 minutes for another rank (Timed out waiting " \
                         "600000ms)"  # fmt: skip
-    nccl = advice.lost(RuntimeError("Watchdog caught collective operation timeout: x"), 10)
+    nccl = lost_ranks.lost(RuntimeError("Watchdog caught collective operation timeout: x"), 10)
     assert str(nccl).startswith("waited 10 minutes for another rank")
-    gone = advice.lost(RuntimeError("Connection closed by peer [10.0.0.1]:5"), 10)
+    gone = lost_ranks.lost(RuntimeError("Connection closed by peer [10.0.0.1]:5"), 10)
     assert (late.code, nccl.code, gone.code) == (WAITED_IN_VAIN, WAITED_IN_VAIN, LOST_A_RANK)
-    assert advice.lost(RuntimeError("shapes differ"), 10) is None
+    assert lost_ranks.lost(RuntimeError("shapes differ"), 10) is None
 
 
-def _times(rank: int, step: float, compute: float, data: float = 0.0) -> advice.StepTimes:
-    return advice.StepTimes(rank, 0, step, data, step - data, step - data, compute)
+def _times(rank: int, step: float, compute: float, data: float = 0.0) -> measured.StepTimes:
+    return measured.StepTimes(rank, 0, step, data, step - data, step - data, compute)
 
 
 def test_a_rank_alone_is_slow_by_itself() -> None:
-    usual = advice.StepTimes(0, 0, 1.0, 0.0, 0.8, 0.8, 0.8, 0.2)
-    slow = advice.StepTimes(0, 0, 4.0, 0.0, 0.8, 0.8, 0.8, 3.2)
-    found = advice.report(TrainConfig(), 9, [slow], 4, advice.Slow(9, 1.0, [usual]))
+    usual = measured.StepTimes(0, 0, 1.0, 0.0, 0.8, 0.8, 0.8, 0.2)
+    slow = measured.StepTimes(0, 0, 4.0, 0.0, 0.8, 0.8, 0.8, 3.2)
+    found = measured.report(TrainConfig(), 9, [slow], 4, measured.Slow(9, 1.0, [usual]))
     assert "3 s of it more in the optimizer" in "\n".join(found.lines)
     assert "network" not in "\n".join(found.lines)
 
 
 def test_a_smaller_micro_batch_divides_the_one_that_is() -> None:
     config = TrainConfig(batch=Batch(5, 2), parallelism=Parallelism(pp=2))
-    assert any("--micro-batch-size 1 in place of 5" in x for x in advice.memory_fixes(config))
-    assert any("--micro-batch-size 1 at the same" in x for x in advice.bubble(config, 4).fixes)
+    assert any(
+        "--micro-batch-size 1 in place of 5" in x for x in device_memory.memory_fixes(config)
+    )
+    assert any("--micro-batch-size 1 at the same" in x for x in pipeline.bubble(config, 4).fixes)
 
 
 @pytest.mark.parametrize(("seconds", "says"), [
@@ -172,8 +176,8 @@ def test_a_smaller_micro_batch_divides_the_one_that_is() -> None:
 ])  # fmt: skip
 def test_layers_move_only_where_that_gains(seconds: tuple[float, ...], says: str) -> None:
     config = TrainConfig(parallelism=Parallelism(pp=2), batch=Batch(1, 64), world_size=2)
-    times = [advice.StepTimes(i, i, 2.2, 0.0, 2.0, 2.0, s, 0.1) for i, s in enumerate(seconds)]
-    lines = "\n".join(advice.report(config, 5, times, 8, None).lines)
+    times = [measured.StepTimes(i, i, 2.2, 0.0, 2.0, 2.0, s, 0.1) for i, s in enumerate(seconds)]
+    lines = "\n".join(measured.report(config, 5, times, 8, None).lines)
     assert says in lines if says else "--pp-layers" not in lines
 
 
@@ -184,21 +188,21 @@ def test_what_tensor_parallel_ranks_have_beyond_the_least_of_them_is_waiting() -
         _times(2, 4.0, 0.8),
         _times(3, 4.0, 0.9),
     ]
-    assert [w.total for w in advice.work(times, 2)] == pytest.approx([0.9, 3.9, 0.8, 0.8])
-    assert [w.total for w in advice.work(times, 1)] == pytest.approx([3.9, 3.9, 0.8, 0.9])
+    assert [w.total for w in measured.work(times, 2)] == pytest.approx([0.9, 3.9, 0.8, 0.8])
+    assert [w.total for w in measured.work(times, 1)] == pytest.approx([3.9, 3.9, 0.8, 0.9])
 
 
 def test_ranks_that_are_slow_at_once_are_all_named_and_usual_steps_say_nothing() -> None:
     config = TrainConfig(batch=Batch(1, 1, 2), world_size=2)
     usual = [_times(0, 1.0, 0.9), _times(1, 1.0, 0.8)]
-    slow = advice.Slow(9, 1.0, usual)
-    both = advice.report(config, 9, [_times(0, 4.0, 3.9), _times(1, 4.0, 3.8)], 4, slow)
+    slow = measured.Slow(9, 1.0, usual)
+    both = measured.report(config, 9, [_times(0, 4.0, 3.9), _times(1, 4.0, 3.8)], 4, slow)
     assert "ranks: each of ranks 0,1 worked 3.9 s" in "\n".join(both.lines)
-    assert advice.report(config, 9, usual, 4, None).lines == ()
+    assert measured.report(config, 9, usual, 4, None).lines == ()
 
 
 def test_stages_that_wait_for_more_than_their_bubble_are_not_told_to_be_fewer() -> None:
-    said = _said(advice.bubble(replace(PIPED, batch=Batch(1, 64, 2)), 16, measured=0.4))
+    said = _said(pipeline.bubble(replace(PIPED, batch=Batch(1, 64, 2)), 16, measured=0.4))
     assert "waited 40%" in said
     assert "the rest is exchange between stages" in said
     assert "less PP" not in said
@@ -216,9 +220,9 @@ def test_the_allocators_failure_becomes_an_error_with_fixes(
 
     with pytest.raises(RuntimeError) as failed:
         torch.empty(1 << 50)  # more than any host has
-    assert advice.is_out_of_memory(failed.value)
-    assert advice.requested_bytes(str(failed.value)) == 4 << 50
-    assert not advice.is_out_of_memory(RuntimeError("shapes differ"))
+    assert device_memory.is_out_of_memory(failed.value)
+    assert device_memory.requested_bytes(str(failed.value)) == 4 << 50
+    assert not device_memory.is_out_of_memory(RuntimeError("shapes differ"))
     parallel = type("P", (), {"device": torch.device("cpu"), "rank": 1, "pp_rank": 1})()
     watch = Watch(PIPED, parallel, 4, print)  # type: ignore[arg-type]
     with pytest.raises(TrainError, match=r"step 3: rank 1 \(stage 2 of 4\) is out of memory"):  # noqa: SIM117
@@ -252,10 +256,10 @@ def test_a_layout_that_does_not_fit_is_a_problem_with_fixes(tmp_path: Path) -> N
     wide = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
     file.write_text(json.dumps({"model_type": "llama", **SIZES, **wide}))
     model = load_model(file)
-    (small,) = doctor.fits(TrainConfig(batch=Batch(4)), model, GIB)
+    (small,) = layout.fits(TrainConfig(batch=Batch(4)), model, GIB)
     assert small.level == "problem"
     assert "--micro-batch-size 2" in _said(small)
-    (large,) = doctor.fits(TrainConfig(batch=Batch(4)), model, 200 * GIB)
+    (large,) = layout.fits(TrainConfig(batch=Batch(4)), model, 200 * GIB)
     assert large.level == "ok"
 
 

@@ -196,7 +196,7 @@ def say(line: str) -> None:
 def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) -> Any:
     """An engine in a layout, with the weights of a Hugging Face folder."""
     from shardwright.ckpt.checkpoint.config import load_model
-    from shardwright.train.checkpoint.state import load
+    from shardwright.train.checkpoint.load import load
     from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
@@ -247,7 +247,8 @@ def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, 
     import torch.distributed as dist
 
     from shardwright.ckpt.model.manifest import SideFile
-    from shardwright.train.checkpoint.state import Saver, load
+    from shardwright.train.checkpoint.load import load
+    from shardwright.train.checkpoint.save import Saver
     from shardwright.train.core.process import shutdown
 
     engine = engine_of(folder, options)
@@ -287,7 +288,7 @@ def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, 
 
 def resume(checkpoint: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """The steps after a checkpoint, in a layout of its own."""
-    from shardwright.train.checkpoint.state import load
+    from shardwright.train.checkpoint.load import load
     from shardwright.train.core.process import shutdown
 
     engine = engine_of(checkpoint, options, weights=False)

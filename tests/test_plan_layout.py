@@ -15,7 +15,7 @@ from shardwright.ckpt.checkpoint.config import model_from
 from shardwright.tools import plan_layout, train_ckpt
 from shardwright.train.errors import TrainError
 from shardwright.train.patches.megatron import import_megatron
-from shardwright.train.planning import estimate, hardware, pictures
+from shardwright.train.planning import estimate, hardware, pictures, report
 from shardwright.train.planning import search as planning
 from shardwright.train.planning.estimate import GIB, Cluster, Plan
 
@@ -146,10 +146,10 @@ def test_the_order_of_an_interleaved_stage_is_megatrons(pp: int, count: int, chu
 
 
 def test_the_guides_layouts_fit_and_are_found_or_nearly_as_fast() -> None:
-    rows = planning.guide()
-    assert [(r.size, r.gpus) for r in rows] == [g[:2] for g in planning.GUIDE]
+    rows = report.guide()
+    assert [(r.size, r.gpus) for r in rows] == [g[:2] for g in report.GUIDE]
     assert all(row.fits for row in rows)
-    for row, (size, _, split) in zip(rows, planning.GUIDE, strict=True):
+    for row, (size, _, split) in zip(rows, report.GUIDE, strict=True):
         found = (row.best.plan.tp, row.best.plan.pp, row.best.plan.dp)
         if size != "70B":
             assert found == split
@@ -291,7 +291,7 @@ def test_the_yaml_says_that_it_lacks_the_micro_batch_and_how_to_give_it(
 
 
 def test_the_yaml_is_read_back_as_the_layout(tmp_path: Path) -> None:
-    from shardwright.train.config.fields import read_accelerate
+    from shardwright.train.config.accelerate_yaml import read_accelerate
 
     path = tmp_path / "plan.yaml"
     words = ["--params", "40B", "--gpus", "32", "--output", str(path), "--json"]

@@ -339,7 +339,7 @@ def test_a_resume_says_why_a_model_is_unknown(golden: Path, tmp_path: Path) -> N
     from train_runs import _config, command_line
 
     from shardwright.train.errors import TrainError
-    from shardwright.train.run.trainer import find_source
+    from shardwright.train.run.source import find_source
 
     silent = _save(tmp_path / "in", _models(stored(CONFIG, _llama(), 1, 1, multiple=8)), None)
     for source, says in (

@@ -19,16 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.tools.options import dashed
-from shardwright.train.config.cli import OPTIONS, from_options, options
-from shardwright.train.config.fields import (
-    ACCELERATE_FIELDS,
-    FIELDS,
-    MegatronLMPlugin,
-    environment,
-    read_accelerate,
-    resolve,
-)
+from shardwright.train.config.accelerate_yaml import read_accelerate
+from shardwright.train.config.checks import batch_sizes, check_expected, data_parallel_of, for_model
+from shardwright.train.config.cli import OPTIONS, options
+from shardwright.train.config.fields import ACCELERATE_FIELDS, FIELDS
+from shardwright.train.config.from_options import from_options
 from shardwright.train.config.from_plugin import from_plugin, schedule_fields
+from shardwright.train.config.plugin import MegatronLMPlugin, environment
 from shardwright.train.config.schema import (
     Batch,
     Optimizer,
@@ -36,12 +33,9 @@ from shardwright.train.config.schema import (
     Recompute,
     Sizes,
     TrainConfig,
-    batch_sizes,
-    check_expected,
-    data_parallel_of,
-    for_model,
     megatron_args,
 )
+from shardwright.train.config.values import resolve
 from shardwright.train.errors import TrainError
 
 EXTRA = (  # the fields that Accelerate's plugin does not have

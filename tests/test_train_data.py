@@ -20,7 +20,10 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core", reason="the trainer needs megatron-core")
 
 from shardwright.train.data import corpus as data_index
-from shardwright.train.data.corpus import Corpus, import_megatron, open_corpus
+from shardwright.train.data import documents as text_documents
+from shardwright.train.data import tokenizer as tokenizers
+from shardwright.train.data.corpus import open_corpus
+from shardwright.train.data.indexed import Corpus, import_megatron
 from shardwright.train.data.samples import Batches, EvalBatches, Samples, epoch_seed
 from shardwright.train.errors import TrainError
 
@@ -153,16 +156,16 @@ def test_bytes_in_a_small_vocabulary_end_documents_with_zero(tmp_path):
 )
 def test_bytes_are_the_same_however_text_is_read_and_cut(tmp_path, text, piece, batch, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_index, "PIECE_CHARS", piece)
+        patch.setattr(text_documents, "PIECE_CHARS", piece)
         patch.setattr(data_index, "BATCH_CHARS", batch)
-        patch.setattr(data_index, "BLOCK_BYTES", block)
+        patch.setattr(text_documents, "BLOCK_BYTES", block)
         file = written(tmp_path / "a.txt", text)
         lines = written(tmp_path / "b.jsonl", json.dumps({"text": text}))
         assert documents(opened(tmp_path, file, lines)) == [as_bytes(text)] * 2
 
 
 def test_a_document_beyond_the_int32_count_becomes_several_sequences(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_index, "PIECE_CHARS", 4)
+    monkeypatch.setattr(text_documents, "PIECE_CHARS", 4)
     monkeypatch.setattr(data_index, "MAX_SEQUENCE", 10)
     corpus = opened(tmp_path, written(tmp_path / "a.txt", "0123456789abcdef"))
     found = documents(corpus)
@@ -227,7 +230,7 @@ def test_cut_at_line_ends_the_ids_are_those_of_the_whole(
 ):
     text = Path(__file__).read_text().replace("\n\n", "\nend\n  \n\t")
     whole = opened(tmp_path, written(tmp_path / "a.txt", text), tokenizer_dir=tokenizer_dir)
-    monkeypatch.setattr(data_index, "PIECE_CHARS", 1000)
+    monkeypatch.setattr(text_documents, "PIECE_CHARS", 1000)
     monkeypatch.setattr(data_index, "BATCH_CHARS", batch)
     cut = opened(tmp_path, tmp_path / "a.txt", tokenizer_dir=tokenizer_dir)
     assert cut.prefix != whole.prefix  # the cache does not mix them up
@@ -308,7 +311,7 @@ def test_settled_files_are_read_once(tmp_path, monkeypatch):
     first = opened(tmp_path, file)
     given = opened(tmp_path, first.prefix)
     monkeypatch.setattr(data_index, "digest", None)
-    monkeypatch.setattr(data_index, "_read_indexed", None)
+    monkeypatch.setattr(data_index, "read_indexed", None)
     assert opened(tmp_path, file) == first
     assert opened(tmp_path, first.prefix) == given
 
@@ -376,10 +379,11 @@ def test_bad_data_is_an_error_on_every_rank_and_nobody_waits(tmp_path):
 RUN = """
 import sys
 from shardwright.train.data import corpus as data_index
+from shardwright.train.data import indexed
 from shardwright.train.data import samples as data
 real = data_index._tokenise
 data_index._tokenise = lambda *a: (print("built"), real(*a))
-data_index.import_megatron()
+indexed.import_megatron()
 print("ready", flush=True)
 sys.stdin.readline()
 corpus = data.open_corpus(sys.argv[2:], tokenizer_dir=None, vocab_size=512, cache_dir=sys.argv[1])
@@ -649,7 +653,7 @@ def test_evaluation_on_no_samples_is_refused(numbers):
 )
 @pytest.mark.parametrize("block", [3, 1 << 20])
 def test_bad_text_is_named_by_file_and_place(tmp_path, monkeypatch, name, content, message, block):
-    monkeypatch.setattr(data_index, "BLOCK_BYTES", block)
+    monkeypatch.setattr(text_documents, "BLOCK_BYTES", block)
     with pytest.raises(TrainError, match=message):
         opened(tmp_path, written(tmp_path / name, content))
 
@@ -668,9 +672,9 @@ def test_files_that_cannot_be_data_are_refused(tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     file = written(tmp_path / "a.txt", "abc")
-    real = data_index._encode_bytes
+    real = tokenizers._encode_bytes
     monkeypatch.setattr(
-        data_index, "_encode_bytes", lambda texts: (written(file, "abcd"), real(texts))[1]
+        tokenizers, "_encode_bytes", lambda texts: (written(file, "abcd"), real(texts))[1]
     )
     with pytest.raises(TrainError, match=r"a\.txt: changed while it was read"):
         opened(tmp_path, file)

@@ -273,13 +273,13 @@ def test_layers_that_cannot_be_recorded_run_as_before(found, layout) -> None:
 
 
 def test_host_memory_holds_every_tensor_once(monkeypatch) -> None:
-    from shardwright.train.checkpoint import state
+    from shardwright.train.checkpoint import host_memory
 
-    monkeypatch.setattr(state, "_SLAB", 4096)
-    monkeypatch.setattr(state, "_LARGE", 512)
+    monkeypatch.setattr(host_memory, "_SLAB", 4096)
+    monkeypatch.setattr(host_memory, "_LARGE", 512)
     like = [torch.empty(n, dtype=t) for t in (torch.bfloat16, torch.float32) for n in range(1, 400)]
     sizes = [t.numel() * t.element_size() for t in like]
-    memory = state.HostMemory(sizes, torch.device("cpu"))
+    memory = host_memory.HostMemory(sizes, torch.device("cpu"))
     reserved: set[int] = set()
     for order in (like, like[::-1]):
         memory.clear()
@@ -307,7 +307,7 @@ def test_a_save_through_host_memory_is_the_plain_one(tmp_path: Path) -> None:
 def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     """In one rank: the files that differ, and the sizes that were foretold and that were saved."""
     from shardwright.ckpt.checkpoint.config import model_from
-    from shardwright.train.checkpoint import state
+    from shardwright.train.checkpoint import host_memory, save
     from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
@@ -321,12 +321,12 @@ def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     engine.attach_optimizer(Optimizer(lr=1e-2))
     held = engine.rank_state()
     foretold = sorted(held.bytes_to_save(weights_only=False))
-    saver = state.Saver(held)
+    saver = save.Saver(held)
     assert saver.memory is None
     rows = batches(259)
     for name in ("plain", "reserved", "again"):
         if name == "reserved":
-            saver.memory = state.HostMemory(foretold, torch.device("cpu"))
+            saver.memory = host_memory.HostMemory(foretold, torch.device("cpu"))
         engine.zero_grad()
         if name != "reserved":  # that one saves what the one before saved
             engine.forward_backward(rows)

@@ -204,10 +204,11 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
 
 def _config(argv: Sequence[str]):
     from shardwright.train.config import cli as config_options
+    from shardwright.train.config import from_options
 
     parser = argparse.ArgumentParser()
     config_options.options(parser)
-    return config_options.from_options(parser.parse_args(argv))
+    return from_options.from_options(parser.parse_args(argv))
 
 
 def train(argv: Sequence[str], stop_at: int | None = None) -> str:
@@ -286,7 +287,7 @@ class Setup:
     def engine(self):
         """The engine, with the folder's weights loaded as a fine-tuning run loads them."""
         from shardwright.ckpt.checkpoint.config import load_model
-        from shardwright.train.checkpoint.state import load
+        from shardwright.train.checkpoint.load import load
         from shardwright.train.config.schema import Optimizer
         from shardwright.train.core.engine import Engine, EngineOptions
         from shardwright.train.core.layout import Layout
@@ -358,7 +359,7 @@ def idle_step(setup: Mapping[str, Any]) -> dict[str, bool]:
 
 def loaded(setup: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What a rank holds of weights, masters and moments after a script's ``load_state``."""
-    from shardwright.train.checkpoint.state import load
+    from shardwright.train.checkpoint.load import load
 
     engine = Setup(**setup).engine()
     held = engine.rank_state()
@@ -372,13 +373,13 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
     """Two saves whose writers wait until they are let go, with a step after each call."""
     import threading
 
-    from shardwright.train.checkpoint import state
+    from shardwright.train.checkpoint import save
     from shardwright.train.run import trainer as loop
 
     trainer = loop.Trainer(_config(argv))
     folder = Path(save_dir)
     gate = threading.Event()
-    write = state._write_file
+    write = save._write_file
 
     def wait_and_write(snapshot):
         gate.wait(60.0)
@@ -392,7 +393,7 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
         }
 
     found: dict[str, Any] = {}
-    state._write_file = wait_and_write
+    save._write_file = wait_and_write
     try:
         trainer._one_step(1.0)
         trainer._save()
@@ -410,7 +411,7 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
         trainer.saver.wait()
         found["end"] = seen()
     finally:
-        state._write_file = write
+        save._write_file = write
     trainer.metrics.close()
     _leave()
     return found
@@ -509,9 +510,9 @@ def _before_step(when: int, rank: int, act: Callable[[Any], None]) -> None:
 
 def _killed_while_saving() -> None:
     """Rank 3 is killed after step 5, while all ranks write the checkpoint of step 4."""
-    from shardwright.train.checkpoint import state
+    from shardwright.train.checkpoint import save
 
-    write = state._write_file
+    write = save._write_file
 
     def never_ends(snapshot):
         found = write(snapshot)
@@ -523,7 +524,7 @@ def _killed_while_saving() -> None:
         (trainer.save_dir / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    _patch(state, "_write_file", never_ends)
+    _patch(save, "_write_file", never_ends)
     _before_step(5, 3, die)
 
 
@@ -636,29 +637,29 @@ def _known_costs() -> None:
 
 def _slow_disk() -> None:
     """A rank's files of a checkpoint take longer than the steps until the next one."""
-    from shardwright.train.checkpoint import state
+    from shardwright.train.checkpoint import save
 
-    write = state._write_file
+    write = save._write_file
 
     def slow(snapshot):
         time.sleep(0.6)
         return write(snapshot)
 
-    _patch(state, "_write_file", slow)
+    _patch(save, "_write_file", slow)
 
 
 def _full_disk() -> None:
     """Rank 1 finds no room for its files of step 4."""
-    from shardwright.train.checkpoint import state
+    from shardwright.train.checkpoint import save
 
-    write = state._write_file
+    write = save._write_file
 
     def full(snapshot):
         if os.environ["RANK"] == "1" and "checkpoint-4" in str(snapshot.path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(snapshot.path))
         return write(snapshot)
 
-    _patch(state, "_write_file", full)
+    _patch(save, "_write_file", full)
 
 
 FAULTS: Mapping[str, Callable[[], None]] = {

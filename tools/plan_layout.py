@@ -69,6 +69,7 @@ def command(argv: Sequence[str]) -> int:
     made = _parser()
     args = made.parse_args(argv)
     from shardwright.train.errors import TrainError
+    from shardwright.train.planning import report
     from shardwright.train.planning import search as planning
 
     if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
@@ -83,7 +84,7 @@ def command(argv: Sequence[str]) -> int:
     if not result.fitting:
         raise TrainError(planning.does_not_fit(result, model, name))
     if args.json:
-        print(json.dumps(planning.as_json(result, args.model, args.top), indent=2))
+        print(json.dumps(report.as_json(result, args.model, args.top), indent=2))
     else:
         _report(result, args)
     _write(result, args)
@@ -129,7 +130,7 @@ def _request(args: argparse.Namespace):
 
 
 def _report(result, args: argparse.Namespace) -> None:
-    from shardwright.train.planning import search as planning
+    from shardwright.train.planning import report
 
     request = result.request
     gpu = request.cluster.gpu
@@ -139,9 +140,9 @@ def _report(result, args: argparse.Namespace) -> None:
         f"{request.seq} in a step; {len(result.fitting)} of "
         f"{len(result.fitting) + len(result.over)} valid layouts fit. The best of each split:\n"
     )
-    print("\n".join(planning.table(result, args.top)))
-    print(f"\n{planning.explain(result)}\n")
-    print("\n".join(planning.commands(result, args.model)))
+    print("\n".join(report.table(result, args.top)))
+    print(f"\n{report.explain(result)}\n")
+    print("\n".join(report.commands(result, args.model)))
 
 
 def _write(result, args: argparse.Namespace) -> None:
@@ -149,16 +150,16 @@ def _write(result, args: argparse.Namespace) -> None:
     if args.output:
         from shardwright.train.config import questions
         from shardwright.train.errors import TrainError
-        from shardwright.train.planning import search as planning
+        from shardwright.train.planning import report
 
         path = Path(args.output)
         lost = questions.refuse_to_replace(path, None)
         if lost is not None and not args.overwrite:
             raise TrainError(f"{lost}; replace it with --overwrite")
-        made = questions.table(planning.answers(result))
+        made = questions.table(report.answers(result))
         # only the file itself counts here: a run may have another environment
         questions.check(made, str(path), {})
-        beside = planning.beside_file(result, args.model, args.output)
+        beside = report.beside_file(result, args.model, args.output)
         questions.write(made, path, beside)
         print("\n".join([f"wrote {path}", *beside]), file=sys.stderr)
     if args.plot:
@@ -170,7 +171,7 @@ def _write(result, args: argparse.Namespace) -> None:
 
 def _guide(args: argparse.Namespace) -> int:
     from shardwright.train.errors import TrainError
-    from shardwright.train.planning import search as planning
+    from shardwright.train.planning import report
 
     chosen = {
         "--model": args.model, "--params": args.params, "--gpus": args.gpus, "--gpu": args.gpu,
@@ -187,8 +188,8 @@ def _guide(args: argparse.Namespace) -> int:
             raise TrainError(
                 f"--guide is of given models and GPUs, {flag} chooses others; drop one"
             )
-    rows = planning.guide(args.global_batch_size or 512, args.seq_length or 2048)
-    print("\n".join(planning.guide_lines(rows)))
+    rows = report.guide(args.global_batch_size or 512, args.seq_length or 2048)
+    print("\n".join(report.guide_lines(rows)))
     return options.DONE
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from shardwright.train.config import cli as config_options
+from shardwright.train.config import from_options
 from shardwright.train.config.schema import TrainConfig
 from shardwright.train.errors import WAITED_IN_VAIN, LostRank
 
@@ -32,7 +33,7 @@ def command(argv: Sequence[str]) -> int:
         return int(module.command(argv[1:]))
     made = options.parser("train-ckpt", (__doc__ or "").replace("``", ""))
     config_options.options(made)
-    config = config_options.from_options(made.parse_args(argv))
+    config = from_options.from_options(made.parse_args(argv))
     from shardwright.train.run import launch
 
     if launch.is_rank():
@@ -62,16 +63,16 @@ def _run_rank(config: TrainConfig) -> int:
             time.sleep(10.0)
         raise
     except RuntimeError as error:
-        from shardwright.train.doctor import findings as advice
+        from shardwright.train.doctor import lost_ranks
         from shardwright.train.run import launch
 
         minutes = config.launch.timeout_minutes
-        lost = error if isinstance(error, LostRank) else advice.lost(error, minutes)
+        lost = error if isinstance(error, LostRank) else lost_ranks.lost(error, minutes)
         if lost is None:
             raise
         # our own launcher says once what to do, after the last rank
         late = lost.code == WAITED_IN_VAIN and launch.ARGUMENTS not in os.environ
-        print(f"rank {rank}: {lost}{advice.hang(minutes) if late else ''}", file=sys.stderr)
+        print(f"rank {rank}: {lost}{lost_ranks.hang(minutes) if late else ''}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         # The usual end would wait for threads of groups whose other ends are gone, or abort on

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.train.config import questions
-from shardwright.train.config.fields import (
-    FIELDS,
+from shardwright.train.config.accelerate_yaml import (
     FILE_KEYS,
     KEY,
     default_accelerate_path,
-    nearest,
     read_accelerate,
 )
-from shardwright.train.errors import TrainError
+from shardwright.train.config.fields import FIELDS
+from shardwright.train.errors import TrainError, nearest
 
 from . import options
 
@@ -134,7 +133,7 @@ def _proposed(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, A
 
 def _planned(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
     """The best layout of plan-layout for the model on the named GPUs."""
-    from shardwright.train.planning import estimate, hardware
+    from shardwright.train.planning import estimate, hardware, report
     from shardwright.train.planning import search as planning
 
     model, name = planning.read_model(args.model, args.params)
@@ -145,7 +144,7 @@ def _planned(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, An
         cluster, args.seq_length, args.global_batch_size, given.get("recompute"),
         tp=given.get("tp_degree"), pp=given.get("pp_degree"),
     )  # fmt: skip
-    found = planning.answers(planning.search(model, name, request))
+    found = report.answers(planning.search(model, name, request))
     found.pop("main_process_ip", None)  # a plan cannot know it
     return found
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 
 from shardwright.train.config import cli as config_options
+from shardwright.train.config import from_options
 
 from . import options
 
@@ -31,7 +32,7 @@ def command(argv: Sequence[str]) -> int:
     group.add_argument("--json", action="store_true", help="findings as JSON")
     config_options.options(made)
     args = made.parse_args(argv)
-    config = config_options.from_options(args, complete=False)
+    config = from_options.from_options(args, complete=False)
     from shardwright.train.doctor import doctor
     from shardwright.train.doctor import findings as advice
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .accelerate.accelerator import Accelerator, MegatronLMDummyScheduler
-    from .config.fields import MegatronLMPlugin
+    from .config.plugin import MegatronLMPlugin
     from .errors import TrainError
 
 _HOMES = {

@@ -5,6 +5,9 @@ As with ``CheckpointError``, our own bugs are ``assert`` failures and never this
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 LOST_A_RANK = 75  # exit code of a rank that ends because another one did
 WAITED_IN_VAIN = 76  # exit code of a rank that waited for another one for too long
 
@@ -19,3 +22,18 @@ class LostRank(RuntimeError):
     def __init__(self, said: str, code: int) -> None:
         super().__init__(said)
         self.code = code  # LOST_A_RANK or WAITED_IN_VAIN
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A phrase that names the known name nearest to ``name``."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.3)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
+def raise_faults(headline: str, faults: Sequence[str]) -> None:
+    """Raise one TrainError that lists every fault; return quietly if there is none."""
+    if len(faults) == 1:
+        raise TrainError(f"{headline}: {faults[0]}")
+    if faults:
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        raise TrainError(f"{headline} ({len(faults)} faults){lines}")

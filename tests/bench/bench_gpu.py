@@ -72,7 +72,7 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     import torch.distributed as dist
 
     from shardwright.ckpt.checkpoint.config import model_from
-    from shardwright.train.checkpoint.state import Saver
+    from shardwright.train.checkpoint.save import Saver
     from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout

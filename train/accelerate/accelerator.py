@@ -29,10 +29,12 @@ from shardwright.ckpt.formats.side_files import side_files
 from shardwright.ckpt.model.manifest import SideFile
 
 from ..checkpoint import hf_weights as weights
-from ..checkpoint.state import Loaded, RankState, Saver, load
+from ..checkpoint.load import Loaded, load
+from ..checkpoint.rank_state import RankState
+from ..checkpoint.save import Saver
 from ..config import from_plugin as config_plugin
 from ..config import schema as settings_of
-from ..config.fields import MegatronLMPlugin
+from ..config.plugin import MegatronLMPlugin
 from ..config.schema import TrainConfig
 from ..core.engine import Engine, StepResult
 from ..core.from_config import (

@@ -16,10 +16,10 @@ from shardwright.ckpt.model.planner import Copy, plan
 from shardwright.ckpt.move import live
 from shardwright.ckpt.move.executor import Budget, Mover, run_units, units
 
-from ..config.fields import raise_faults
 from ..core.layout import Layout, mesh_of
 from ..core.process import Parallel
-from .state import RankState, _bytes
+from ..errors import raise_faults
+from .rank_state import RankState, bytes_of
 
 _HF = "hf:"  # keys of buffers that hold the transformers model
 
@@ -93,8 +93,8 @@ def take(original: Any, held: RankState) -> None:
     }
     for tensor in host.values():
         tensor.detach().zero_()
-    buffers = {key: _bytes(tensor) for key, tensor in host.items()}
-    buffers |= {_HF + name: _bytes(tensor) for name, tensor in tensors.items()}
+    buffers = {key: bytes_of(tensor) for key, tensor in host.items()}
+    buffers |= {_HF + name: bytes_of(tensor) for name, tensor in tensors.items()}
     live.load(source, [h.live for h in wanted], buffers, held.placement)
     for h in wanted:
         if host[h.live.key] is not h.tensor:
@@ -121,8 +121,8 @@ def collect(held: RankState) -> dict[str, torch.Tensor]:
         {n: [_chunk(n, t, _HF + n)] for n, t in made.items()},
     )
     copies = [c for c in plan(_everyone(held, dtype), target).copies if _is_mine(c, held)]
-    buffers = {_key(held.coord, key): _bytes(tensor) for key, tensor in ours.items()}
-    buffers |= {_HF + name: _bytes(tensor) for name, tensor in made.items()}
+    buffers = {_key(held.coord, key): bytes_of(tensor) for key, tensor in ours.items()}
+    buffers |= {_HF + name: bytes_of(tensor) for name, tensor in made.items()}
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
         mover.move(unit)

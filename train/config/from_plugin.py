@@ -1,6 +1,6 @@
 """From a ``MegatronLMPlugin`` to a ``TrainConfig``: what each of its fields means.
 
-A script's way, and the second half of a command line's (config_options.py). Imports no torch.
+A script's way, and the second half of a command line's (from_options.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import TrainError
-from .fields import (
-    ARCHITECTURE,
-    ARGUMENTS,
-    FIELDS,
-    AccelerateFile,
-    MegatronLMPlugin,
-    precision_fault,
-    raise_faults,
-)
+from ..errors import TrainError, raise_faults
+from .accelerate_yaml import AccelerateFile, precision_fault
+from .checks import batch_sizes, data_parallel_of, faults_of
+from .fields import ARCHITECTURE, ARGUMENTS, FIELDS
+from .plugin import MegatronLMPlugin
 from .schema import (
     Batch,
     Data,
@@ -34,9 +29,6 @@ from .schema import (
     Saving,
     Schedule,
     TrainConfig,
-    batch_sizes,
-    data_parallel_of,
-    faults_of,
 )
 
 MIXED = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` hands on

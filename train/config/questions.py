@@ -17,22 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import TrainError
-from .fields import (
-    ACCELERATE_FIELDS,
-    FIELDS,
-    FILE_KEYS,
-    KEY,
-    AccelerateFile,
-    MegatronLMPlugin,
-    Values,
-    environment,
-    parse_accelerate,
-    raise_faults,
-    read_yaml,
-)
+from ..errors import TrainError, raise_faults
+from .accelerate_yaml import FILE_KEYS, KEY, AccelerateFile, parse_accelerate, read_yaml
+from .fields import ACCELERATE_FIELDS, FIELDS
 from .from_plugin import MIXED, from_plugin
+from .plugin import MegatronLMPlugin, environment
 from .schema import TrainConfig
+from .values import Values
 
 Answers = dict[str, Any]  # by question, key of FILE_KEYS, or plugin field
 Ask = Callable[[str], str]  # shows a prompt and returns a line; EOFError where there is none

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwright.ckpt.model.family import Model
 
-from ..checkpoint.state import RankState
+from ..checkpoint.rank_state import RankState
 from ..config.schema import Optimizer
 from ..errors import TrainError
 from ..model.build import ModelOptions, build, padding_mask, stored_parameters, transformer_config

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.ckpt.model.family import Model
 
-from ..config import schema
+from ..config import checks, schema
 from ..config.schema import TrainConfig
 from .layout import Layout
 
@@ -37,7 +37,7 @@ def settle(config: TrainConfig, model: Model, name: str) -> TrainConfig:
     """
     rotary = "pos" not in model.sizes
     sizes = schema.Sizes(name, model.sizes["layer"], positions_of(model), rotary)
-    return schema.for_model(config, sizes)
+    return checks.for_model(config, sizes)
 
 
 def layout_of(config: TrainConfig) -> Layout:
@@ -107,5 +107,5 @@ def engine_of(
 
     options = engine_options(config, eod_tokens=eod_tokens, several_calls=several_calls)
     made = Engine(model, parallel, layout_of(config), model_options(config), options, trained)
-    schema.check_expected(config.model.expected, made.facts(), name)
+    checks.check_expected(config.model.expected, made.facts(), name)
     return made

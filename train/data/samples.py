@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import TrainError
-from .corpus import Corpus, import_megatron, open_corpus
+from .corpus import open_corpus
+from .indexed import Corpus, import_megatron
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,7 @@
 
 Each check returns findings: what is, whether it is bad, and what to do. Checks of the machine ask
 nvidia-smi and try things out (ranks that exchange data, a bounded write to the disk); checks of
-the run are arithmetic over its configuration and its model's sizes.
+the run (layout.py) are arithmetic over its configuration and its model's sizes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,15 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from shardwright.ckpt.errors import CheckpointError
-from shardwright.ckpt.model.family import Model
-from shardwright.ckpt.model.placement import logical_shapes
-
 from ..config.schema import TrainConfig
-from ..errors import TrainError
-from . import findings as advice
+from ..planning.hardware import GIB
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding
+from .layout import checkpoint_bytes, fits, layout, local_ranks
 from .nvidia_smi import Machine, look
-from .topology import Topology
 
-GIB = 2**30
 WRITE_BYTES, WRITE_SECONDS = 256 * 2**20, 5.0  # the most that the disk's trial writes and lasts
 SLOW_DISK = 200e6  # bytes per second
 TESTED = {"torch": ((2, 6), None), "megatron-core": ((0, 16), (0, 17))}  # from, below
-
-
-# --- the machine -------------------------------------------------------------------------------
 
 
 def versions() -> list[Finding]:
@@ -78,7 +69,7 @@ def devices(machine: Machine, config: TrainConfig) -> list[Finding]:
     """GPUs, their memory, and whether every local rank has one."""
     import torch
 
-    nproc = _local_ranks(config)
+    nproc = local_ranks(config)
     if not machine.gpus:
         cores, memory = os.cpu_count() or 1, _host_memory()
         findings = [Finding(NOTE, "devices", f"no GPU (nvidia-smi does not answer); {cores} CPU "
@@ -109,10 +100,6 @@ def devices(machine: Machine, config: TrainConfig) -> list[Finding]:
                                 ("install a torch build that the driver supports: "
                                  "https://pytorch.org/get-started",)))  # fmt: skip
     return findings
-
-
-def _local_ranks(config: TrainConfig) -> int:
-    return config.launch.nproc or max(1, config.world_size // config.launch.num_machines)
 
 
 def _host_memory() -> int:
@@ -216,96 +203,6 @@ def _write_speed(folder: Path, most: int) -> float:
         return written / (time.perf_counter() - started)
 
 
-# --- the run -----------------------------------------------------------------------------------
-
-
-def layout(config: TrainConfig, model: Model | None, machine: Machine) -> list[Finding]:
-    """Links under the layout, and what the model makes of it."""
-    p = config.parallelism
-    findings = []
-    if machine.topology is not None:
-        visible = machine.visible(config) if machine.gpus else None
-        findings.append(advice.links(machine.topology, p.tp, _local_ranks(config), visible))
-    elif _local_ranks(config) % p.tp:
-        findings.append(advice.links(Topology((), (), ()), p.tp, _local_ranks(config)))
-    layers = model.sizes["layer"] if model is not None else None
-    if p.pp > 1:
-        findings.append(advice.bubble(config, layers))
-    if model is None:
-        return findings
-    return [*findings, *_of_model(config, model)]
-
-
-def _of_model(config: TrainConfig, model: Model) -> Iterable[Finding]:
-    from ..core.from_config import layout_of, settle
-    from ..core.layout import check_layout
-
-    p = config.parallelism
-    try:
-        config = settle(config, model, config.model.path or "model")
-        check_layout(model, layout_of(config), config.model.vocab_multiple)
-    except (CheckpointError, TrainError) as error:
-        yield Finding(PROBLEM, "layout", " ".join(str(error).split()),
-                      ("another --tp or --pp: plan-layout lists those that divide",))  # fmt: skip
-        return
-    yield advice.vocabulary(model.sizes["vocab"], p.tp, config.model.vocab_multiple)
-    if p.pp > 1 and p.virtual_pp_layers is None:
-        counts = tuple(len(owned) for owned in layout_of(config).owned(model.sizes["layer"]))
-        yield advice.stages(counts, head_in_layers(model))
-
-
-def fits(config: TrainConfig, model: Model, available: int) -> Iterable[Finding]:
-    """Whether the fullest stage's estimated memory is within ``available`` bytes of a GPU."""
-    from ..planning import estimate
-
-    p, b = config.parallelism, config.batch
-    layers = model.sizes["layer"]
-    chunks = layers // (p.pp * p.virtual_pp_layers) if p.virtual_pp_layers else 1
-    plan = estimate.Plan(
-        p.tp, p.pp, b.data_parallel, max(chunks, 1), p.stages(layers), b.micro_batch_size,
-        b.num_micro_batches, config.data.seq_length or 1024, p.sequence_parallel,
-        p.distributed_optimizer, config.recompute.granularity, config.optimizer.name,
-    )  # fmt: skip
-    if p.stages(layers) is None and layers % p.pp:
-        return  # check_layout says so
-    weights = estimate.weights_of(model, p.tp)
-    stage, memory = estimate.worst(estimate.shape_of(model, "model"), weights, plan)
-    need, precision = memory.total, config.precision.name
-    what = f"stage {stage + 1} needs about {need / GIB:.1f} of {available / GIB:.1f} GiB"
-    if precision != "bf16":
-        what += f", estimated for bf16; {precision} takes more"
-    if need <= available:
-        yield Finding(OK, "memory", what)
-    else:
-        yield Finding(PROBLEM, "memory", what, tuple(advice.memory_fixes(config)))
-
-
-def head_in_layers(model: Model) -> float:
-    """Work of the output layer over that of a mean layer: parameters that multiply a token."""
-    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
-    vocab, hidden = model.sizes["vocab"], model.sizes["h"]
-    rows = [shape for shape in shapes.values() if shape[0] != vocab]
-    weights = sum(_count(shape) for shape in rows) - model.sizes.get("pos", 0) * hidden
-    return vocab * hidden * model.sizes["layer"] / weights
-
-
-def checkpoint_bytes(config: TrainConfig, model: Model) -> int:
-    """Size of a checkpoint: weights, and per weight two fp32 moments, and a master under bf16."""
-    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
-    count = sum(_count(shape) for shape in shapes.values())
-    bf16, adam = config.precision.name == "bf16", config.optimizer.name != "sgd"
-    each = 2 + 4 if bf16 else 4
-    moments = 8 if adam else 4 if config.optimizer.momentum else 0
-    return count * (each + moments if config.saving.save_optimizer else 2 if bf16 else 4)
-
-
-def _count(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
 def examine(
     config: TrainConfig, *, topology_file: str | None = None, try_exchange: bool = True
 ) -> Iterable[Finding]:
@@ -316,10 +213,10 @@ def examine(
     yield from backends()
     if try_exchange:
         most = len(machine.visible(config)) or os.cpu_count() or 1
-        yield exchange(max(1, min(_local_ranks(config), most)))
+        yield exchange(max(1, min(local_ranks(config), most)))
     model = None
     if config.model.path is not None:
-        from ..run.trainer import find_source
+        from ..run.source import find_source
 
         model = find_source(config).model()
     yield from layout(config, model, machine)

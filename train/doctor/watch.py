@@ -22,7 +22,8 @@ import torch.distributed as dist
 from ..config.schema import TrainConfig
 from ..core.process import Parallel
 from ..errors import TrainError
-from . import findings as advice
+from . import lost_ranks, measured
+from . import memory as device_memory
 
 FIRST_REPORT = 5  # the step of a run after which its usual phases are judged
 HISTORY = 20  # steps that say what is usual
@@ -103,12 +104,12 @@ class Watch:
         self.where = "set-up"  # the phase under way, for errors
         self.slow = False  # whether this rank found the last step slow
         self._phases: dict[str, float] = {}
-        self._usual: deque[advice.StepTimes] = deque(maxlen=HISTORY)
+        self._usual: deque[measured.StepTimes] = deque(maxlen=HISTORY)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._crowded = parallel.device.type == "cpu" and local > (os.cpu_count() or 1)
         self._steps = 0
         self._next_slow = 0
-        self._last = advice.StepTimes(parallel.rank, parallel.pp_rank, 0.0)
+        self._last = measured.StepTimes(parallel.rank, parallel.pp_rank, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -121,7 +122,7 @@ class Watch:
     def end_step(self, seconds: float, saving: bool) -> None:
         """Note a step that took ``seconds``; its loss has been read, so that a GPU is idle."""
         compute, schedule = self.timers.take()
-        self._last = advice.StepTimes(
+        self._last = measured.StepTimes(
             self.parallel.rank, self.parallel.pp_rank, seconds, self._phases.get("data", 0.0),
             self._phases.get("forward and backward", 0.0), schedule, compute,
             self._phases.get("optimizer", 0.0), saving,
@@ -149,13 +150,13 @@ class Watch:
             return
         if slow:
             self._next_slow = self._steps + QUIET_STEPS
-        usual = advice.usual_times(self._usual or [self._last])
+        usual = measured.usual_times(self._usual or [self._last])
         every: list[Any] = [None] * self.parallel.world_size
         dist.all_gather_object(every, (self._last, usual), group=self.parallel.control_group)
         last, before = zip(*every, strict=True)
-        found = advice.Slow(step, max(t.step for t in before), before) if slow else None
+        found = measured.Slow(step, max(t.step for t in before), before) if slow else None
         times = last if slow else before
-        lines = advice.report(self.config, step, times, self.layers, found, self._crowded).lines
+        lines = measured.report(self.config, step, times, self.layers, found, self._crowded).lines
         if lines:
             self.say("\n".join(lines))
 
@@ -169,26 +170,26 @@ class Watch:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if advice.is_out_of_memory(error):
+            if device_memory.is_out_of_memory(error):
                 raise TrainError(self.out_of_memory(error, step())) from None
             where = f"step {step()}" + (f", {self.where}" if self.where != "step" else "")
-            lost = advice.lost(error, self.config.launch.timeout_minutes, where)
+            lost = lost_ranks.lost(error, self.config.launch.timeout_minutes, where)
             if lost is None:
                 raise
             raise lost from None
 
     def out_of_memory(self, error: BaseException, step: int) -> str:
         """The message for an error of the allocator."""
-        memory = advice.Memory(requested=advice.requested_bytes(str(error)))
+        memory = device_memory.Memory(requested=device_memory.requested_bytes(str(error)))
         if self.parallel.device.type == "cuda":
-            memory = advice.Memory(
+            memory = device_memory.Memory(
                 torch.cuda.get_device_properties(self.parallel.device).total_memory,
                 torch.cuda.memory_allocated(),
                 torch.cuda.memory_reserved(),
                 memory.requested,
             )
         p = self.parallel
-        return advice.out_of_memory(
+        return device_memory.out_of_memory(
             self.config, memory, rank=p.rank, stage=p.pp_rank, step=step, where=self.where,
             layers=self.layers,
         )  # fmt: skip

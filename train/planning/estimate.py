@@ -23,10 +23,9 @@ from shardwright.ckpt.model.family import Model, build_mesh
 from shardwright.ckpt.model.mesh import named_axes
 from shardwright.ckpt.model.placement import Placement, padded_vocab
 
-from ..doctor.findings import bubble_share
-from .hardware import GPU, PCIE
+from .hardware import GIB, GPU, PCIE
+from .pipeline import bubble_share
 
-GIB = 2**30
 VOCAB_MULTIPLE = 128
 CONTEXT = int(0.5 * GIB)  # CUDA's context and kernels
 COMMUNICATOR = int(0.25 * GIB)  # buffers of NCCL for one group of ranks

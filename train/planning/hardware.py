@@ -12,8 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config.fields import nearest
-from ..errors import TrainError
+from ..errors import TrainError, nearest
 
 GIB = 2**30
 NVLINK, PCIE = "NVLink", "PCIe"
@@ -116,3 +115,6 @@ def find(
         if value is not None:
             found = replace(found, **{field: value})
     return found
+
+
+GIB = 2**30

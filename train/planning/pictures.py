@@ -9,7 +9,8 @@ import numpy as np
 
 from ..errors import TrainError
 from .estimate import GIB
-from .search import Result, distinct
+from .report import distinct
+from .search import Result
 
 # part -> (grey that differs from its neighbours', hatch)
 _STYLE = {

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
-from ..doctor.findings import hang
+from ..doctor.lost_ranks import hang
 from ..errors import LOST_A_RANK, WAITED_IN_VAIN
 from .launch import QUIET_AGENT
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..config.schema import Launch, TrainConfig
 from . import network
-from .trainer import STOP_FILE
+from .stopping import STOP_FILE
 
 ARGUMENTS = "SHARDWRIGHT_ARGUMENTS"  # what a rank that we start is to do, as JSON
 # No C++ stack trace where machines do not meet; the agent unsets it for its ranks.

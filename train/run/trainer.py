@@ -2,114 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwright.ckpt.checkpoint.config import load_model, model_from
-from shardwright.ckpt.checkpoint.types import ReadOptions
-from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.formats.side_files import side_files
-from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.model.manifest import SideFile
-from shardwright.ckpt.reader import LATEST, follow, is_checkpoint, read_checkpoint
+from shardwright.ckpt.reader import LATEST
 
-from ..checkpoint.state import Loaded, RankState, Saver, describes_itself, load
-from ..config import schema as settings
+from ..checkpoint.load import Loaded, load
+from ..checkpoint.rank_state import RankState
+from ..checkpoint.save import Saver
 from ..config.schema import TrainConfig
 from ..core.from_config import engine_of, layout_of, positions_of, settle
 from ..core.layout import check_layout
 from ..core.process import Parallel, initialize, shutdown
 from ..core.schedule import schedule_of
-from ..data.corpus import find_tokenizer
 from ..data.samples import Batches, EvalBatches, Samples, open_corpus
-from ..doctor import findings as advice
+from ..data.tokenizer import find_tokenizer
+from ..doctor import measured
 from ..doctor.watch import Watch
 from ..errors import TrainError
 from .metrics import Metrics, flops_per_token, peak_memory_bytes
-
-STOP_FILE = "SHARDWRIGHT_STOP_FILE"  # the launcher makes this file to ask for a save and an end
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where the model comes from."""
-
-    config: Path  # config.json; where the model is described by the checkpoint, its folder
-    folder: Path | None  # its folder, for tokenizer and side files
-    weights: Path | None  # a checkpoint to load; None starts from random weights
-    resumes: bool  # the checkpoint is one of a run, with its optimizer and data cursor
-    described: str | None = None  # text of a config.json that Megatron-LM's args make
-
-    def model(self) -> Model:
-        """The model; CheckpointError for one that no family knows."""
-        if self.described is None:
-            return load_model(self.config)
-        return model_from(json.loads(self.described), str(self.config))
-
-    def reading(self) -> ReadOptions:
-        """How to read the weights: a folder without a config is believed to be of this model."""
-        own = self.described is not None or self.weights is None
-        if own or (self.weights / "config.json").is_file():  # type: ignore[operator]
-            return ReadOptions()
-        return ReadOptions(config=self.config)
-
-
-def find_source(config: TrainConfig) -> Source:
-    """Resolve --resume and --model; TrainError says what is missing."""
-    resume = config.saving.resume
-    if resume == settings.LATEST:
-        if config.saving.save_dir is None:
-            raise TrainError("--resume without a folder takes the latest in --save-dir; name one")
-        if not (Path(config.saving.save_dir) / "latest").exists():
-            raise TrainError(
-                f"--resume: {config.saving.save_dir} has no checkpoint yet; leave --resume out"
-            )
-        resume = config.saving.save_dir
-    if resume is not None:
-        where = follow(resume)
-        model = _config_file(config.model.path) if config.model.path else where / "config.json"
-        if not model.is_file():
-            return Source(where, where, where, resumes=True, described=_described(where))
-        return Source(model, where, where, resumes=True)
-    assert config.model.path is not None
-    folder = Path(config.model.path).expanduser()
-    if folder.is_dir() and describes_itself(folder):
-        where = follow(folder)
-        return Source(where, where, where, resumes=False, described=_described(where))
-    path = _config_file(config.model.path)
-    if not Path(config.model.path).expanduser().is_dir():
-        return Source(path, None, None, resumes=False)  # a config alone: random weights, bytes
-    has_weights = is_checkpoint(path.parent)
-    return Source(path, path.parent, path.parent if has_weights else None, resumes=False)
-
-
-def _described(where: Path) -> str:
-    """The text of the config.json that a checkpoint of Megatron-LM makes of its args."""
-    if not describes_itself(where):
-        raise TrainError(f"{where}: has no config.json; name the model with --model")
-    try:
-        sides = read_checkpoint(where, ReadOptions(weights_only=True)).manifest.side_files
-    except CheckpointError as error:
-        raise TrainError(f"{error} (here --model names a config)") from error
-    return next(side.text for side in sides if side.name == "config.json")
-
-
-def _config_file(text: str) -> Path:
-    path = Path(text).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise TrainError(f"--model {text}: there is no {file}")
-    return file.resolve()
+from .source import find_source
+from .stopping import stop_file_exists
 
 
 def check(config: TrainConfig) -> None:
@@ -317,7 +240,7 @@ class Trainer:
 
         They agree on whether the last step was slow as well.
         """
-        box = torch.tensor([int(self.stop or _stop_file_exists()), int(self.watch.slow)])
+        box = torch.tensor([int(self.stop or stop_file_exists()), int(self.watch.slow)])
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
         stopped, slow = box.tolist()
         self.watch.report_if_due(self.step, bool(slow))
@@ -364,7 +287,7 @@ class Trainer:
             kept = str(self.save_dir / (self.save_dir / LATEST).read_text().strip())
         raise TrainError(
             f"step {self.step + 1}: the {what} is {value}{where}; the last checkpoint is {kept}. "
-            f"{advice.not_finite(self.config)} "
+            f"{measured.not_finite(self.config)} "
             "(MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
         )
 
@@ -390,11 +313,6 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("SHARDWRIGHT_CACHE", str(Path(base) / "shardwright" / "data")))
 
 
-def _stop_file_exists() -> bool:
-    path = os.environ.get(STOP_FILE)
-    return bool(path and os.path.exists(path))
-
-
 def _on_signals(trainer: Trainer) -> None:
     """Ctrl-C and SIGTERM ask for a save and an end; the step in progress is finished first.
 
@@ -402,7 +320,7 @@ def _on_signals(trainer: Trainer) -> None:
     """
 
     def ask(number: int, frame: object) -> None:
-        if _stop_file_exists():
+        if stop_file_exists():
             raise KeyboardInterrupt
         trainer.stop = True
 

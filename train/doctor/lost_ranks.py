@@ -1,0 +1,42 @@
+"""What an error of a collective says of ranks that are gone or do not come."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import LOST_A_RANK, WAITED_IN_VAIN, LostRank
+
+# What gloo and NCCL say when the process at the other end is gone, and when it does not come.
+_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
+_LATE = re.compile(r"Timed out waiting (\d+)ms|caught collective operation timeout")
+
+
+def lost(error: BaseException, minutes: float, where: str = "") -> LostRank | None:
+    """What an error of a collective means, where it means that another rank is missing.
+
+    ``minutes`` is the time that a collective waits, ``where`` the step and phase of this rank.
+    """
+    text, at = str(error), f"{where}: " if where else ""
+    late = _LATE.search(text)
+    if late is not None:
+        seconds = int(late[1]) / 1000 if late[1] else 60 * minutes
+        waited = f"{seconds / 60:g} minutes" if seconds > 60 else f"{seconds:g} s"
+        return LostRank(f"{at}waited {waited} for another rank ({late[0]})", WAITED_IN_VAIN)
+    gone = _GONE.search(text)
+    if gone is not None:
+        return LostRank(f"{at}lost another rank ({gone[0]}), so it ends too", LOST_A_RANK)
+    return None
+
+
+def hang(minutes: float | None = None) -> str:
+    """What to do where ranks waited for another one in vain; lines, each after a line break."""
+    longer = f"--timeout-minutes {3 * minutes:g}" if minutes else "a larger --timeout-minutes"
+    fixes = (
+        "look for the first error above: one rank may have failed while the others waited",
+        "a rank that says no such thing is the one that was waited for: py-spy dump --pid PID "
+        "shows where it is",
+        f"a first step or a save that takes longer needs {longer}",
+        "on several machines check the network: train-ckpt doctor on each, NCCL_DEBUG=INFO, and "
+        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME where a host has several interfaces",
+    )
+    return "".join(f"\n  - {fix}" for fix in fixes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import EllipsisType
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 _MEMORY = "<memory>"
-Key = int | slice | tuple[int | slice, ...]
+One = SupportsIndex | slice | EllipsisType
+Key = One | tuple[One, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +46,65 @@ class LazyArray:
         return self.meta.dtype
 
     def __getitem__(self, key: Key) -> Array:
-        """Values of a box (steps of 1) as a NumPy array; bfloat16 widens to float32."""
-        keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) > len(self.shape):
-            raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")
-        starts, sizes, gone = [], [], []
-        for dim, size in enumerate(self.shape):
-            k = keys[dim] if dim < len(keys) else slice(None)
-            if isinstance(k, int):
-                if not -size <= k < size:
-                    raise IndexError(f"{self.fqn}: index {k} of dim {dim} of size {size}")
-                starts.append(k % size)
-                sizes.append(1)
-                gone.append(dim)
+        """Values of a box as a NumPy array; bfloat16 and float8 widen to float32.
+
+        Indices are whole numbers of any type, slices with a step of 1, and one ``...``.
+        """
+        starts, sizes, kept = [], [], []
+        for dim, (k, size) in enumerate(zip(self._keys(key), self.shape, strict=True)):
+            if isinstance(k, slice):
+                start, stop, step = k.indices(size)
+                if step != 1:
+                    raise IndexError(f"{self.fqn}: steps other than 1 are not supported")
+                starts.append(start)
+                sizes.append(max(0, stop - start))
+                kept.append(dim)
                 continue
-            start, stop, step = k.indices(size)
-            if step != 1:
-                raise IndexError(f"{self.fqn}: steps other than 1 are not supported")
-            starts.append(start)
-            sizes.append(max(0, stop - start))
+            if not -size <= k < size:
+                raise IndexError(f"{self.fqn}: index {k} of dim {dim} of size {size}")
+            starts.append(k % size)
+            sizes.append(1)
         array = values(self.raw(Box(tuple(starts), tuple(sizes))), self.dtype)
-        return array.reshape([n for d, n in enumerate(sizes) if d not in gone])
+        return array.reshape([sizes[dim] for dim in kept])
+
+    def _keys(self, key: Key) -> list[int | slice]:
+        """One index for each dim."""
+        keys = list(key) if isinstance(key, tuple) else [key]
+        wide = [i for i, k in enumerate(keys) if k is Ellipsis]
+        missing = len(self.shape) - (len(keys) - len(wide))
+        if len(wide) > 1 or missing < 0:
+            raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")
+        at = wide[0] if wide else len(keys)
+        keys[at : at + len(wide)] = [slice(None)] * missing
+        return [self._index(k) for k in keys]
+
+    def _index(self, key: object) -> int | slice:
+        if isinstance(key, slice):
+            return key
+        try:
+            if not isinstance(key, (bool, np.bool_)):
+                return operator.index(key)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+        raise IndexError(
+            f"{self.fqn}: {key!r:.80} is no index; known are whole numbers, slices and ... "
+            "([:] gives the whole array for anything else)"
+        )
+
+    def __len__(self) -> int:
+        """Elements along the first dim."""
+        if not self.shape:
+            raise TypeError(f"{self.fqn}: a scalar has no length")
+        return self.shape[0]
+
+    def __array__(
+        self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None
+    ) -> Array:
+        """The whole tensor for ``np.asarray``; bytes of a file are always copied."""
+        if copy is False:
+            raise ValueError(f"{self.fqn}: lies in a file, so it cannot be had without a copy")
+        whole = self[...]
+        return whole if dtype is None else whole.astype(dtype)
 
     def raw(self, box: Box | None = None) -> Array:
         """The bits of a box (in this tensor's coordinates) as unsigned integers."""

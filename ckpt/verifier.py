@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .checkpoint.function import Settings, contradictions, settings
+from .checkpoint.json_io import load_json
 from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .jobs import RunOptions, digests
@@ -68,6 +70,7 @@ def compare_checkpoints(
 ) -> Verdict:
     """Two checkpoints that have been read; ``right`` may be the cast copy of ``left``."""
     verdict = Verdict()
+    _compare_function(left, right, verdict)
     pick = set(_common(left, right, verdict, tolerance, weights_only))
     if not weights_only:
         _compare_state(left, right, verdict)
@@ -166,6 +169,23 @@ def _missing_categories(
     return absent if not weights_only else sides[0] | sides[1]
 
 
+def _compare_function(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
+    """What the configs say of the function that the weights compute; spelling does not count."""
+    says = [_settings(side) for side in (left, right)]
+    if says[0] is not None and says[1] is not None:
+        for name, (one, other) in contradictions(says[0], says[1]).items():
+            text = f"{_short(one)} in {left.path}, {_short(other)} in {right.path}"
+            verdict.add("config", name, f"config: {name}: {text}")
+
+
+def _settings(ckpt: Checkpoint) -> Settings | None:
+    """None where nothing describes the model."""
+    if ckpt.model is not None:
+        return settings(ckpt.model.config, ckpt.model)
+    path = _config_of(ckpt)
+    return settings(load_json(path, finite=False), None) if path is not None else None
+
+
 def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
     a, b = _comparable(left.manifest.state), _comparable(right.manifest.state)
     if "megatron" not in a or "megatron" not in b:  # what other formats say as well is compared
@@ -194,8 +214,11 @@ def _first_apart(name: str, a: object, b: object) -> tuple[str, object, object]:
 
 
 def _comparable(state: Mapping[str, object]) -> dict[str, object]:
-    """State without Megatron-LM's args, most of which are the layout's and the run's."""
-    table = dict(state)
+    """State without Megatron-LM's args, most of which are the layout's and the run's.
+
+    Step 0 is no step yet: what a format says that must say a step.
+    """
+    table = {key: value for key, value in state.items() if key != "step" or value != 0}
     megatron = table.get("megatron")
     if isinstance(megatron, dict):
         left_out = ("args", "checkpoint_version")

@@ -153,6 +153,11 @@ def test_slices_read_what_numpy_would_give_from_the_whole(trained, data):
         bound = st.none() | st.integers(-size - 2, size + 2)
         one = st.integers(-size, size - 1)
         keys.append(data.draw(one | st.builds(slice, bound, bound)))
+    kind = data.draw(st.sampled_from([int, np.int64, np.int8]))
+    keys = [kind(key) if isinstance(key, int) else key for key in keys]
+    if data.draw(st.booleans()):  # behind the indices, or anywhere among those of all dims
+        first = len(keys) if len(keys) < whole.ndim else 0
+        keys.insert(data.draw(st.integers(first, len(keys))), ...)
     key = tuple(keys) if len(keys) != 1 else keys[0]
     found = opened[name][key]
     assert found.dtype == whole.dtype
@@ -163,6 +168,19 @@ def test_slices_read_what_numpy_would_give_from_the_whole(trained, data):
 def test_steps_and_indices_that_cannot_be_are_refused(trained):
     array = open_checkpoint(trained)["model.layers.0.mlp.down_proj.weight"]
     for key in (slice(0, 8, 2), slice(None, None, -1), 16, -17, (0, 24), (0, 0, 0)):
+        with pytest.raises(IndexError, match=r"model\.layers\.0\.mlp\.down_proj\.weight"):
+            array[key]
+
+
+def test_a_lazy_array_is_an_array_to_numpy(trained):
+    case = raw("llama", layers=4)
+    name = "model.layers.0.mlp.down_proj.weight"
+    array, whole = open_checkpoint(trained)[name], case.state[name].numpy()
+    assert np.array_equal(np.asarray(array), whole)
+    assert np.asarray(array, dtype=np.float64).dtype == np.float64
+    assert np.array_equal(np.stack([array, array]), np.stack([whole, whole]))
+    assert len(array) == len(whole)
+    for key in (True, None, 1.0, "x", [0, 1], (..., ...), (..., 0, 0, 0)):
         with pytest.raises(IndexError, match=r"model\.layers\.0\.mlp\.down_proj\.weight"):
             array[key]
 

@@ -25,6 +25,7 @@ from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_paddin
 from .model.mesh import AXES, interleaved, named_axes, split_by_counts
 from .model.planner import Tolerance, by_category
 from .model.target import Target, main_dtype
+from .move.storage import Where, storage_path
 from .reader import read_checkpoint
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class ReshardOptions:
 
 
 def reshard(
-    source: str | Path,
+    source: Where,
     output: str | Path | None = None,
     *,
     tp: int | None = None,
@@ -122,12 +123,12 @@ def reshard(
 
 
 def merge(
-    source: str | Path,
+    source: Where,
     output: str | Path | None = None,
     *,
     dtype: str | None = None,
     max_shard_size: int | None = None,
-    config: str | Path | None = None,
+    config: Where | None = None,
     from_master: bool = False,
     safe_serialization: bool = True,
     read: ReadOptions | None = None,
@@ -149,13 +150,13 @@ def merge(
         safe_serialization=safe_serialization,
         max_shard_size=max_shard_size,
         from_master=from_master,
-        read=replace(read, config=Path(config) if config else read.config),
+        read=replace(read, config=config or read.config),
         run=run,
     )
 
 
 def _job(
-    source: str | Path, output: str | Path | None, options: ReshardOptions, read: ReadOptions
+    source: Where, output: str | Path | None, options: ReshardOptions, read: ReadOptions
 ) -> Job:
     """The conversion that the options describe, ready to be planned."""
     weights_only = read.weights_only or options.weights_only
@@ -245,7 +246,7 @@ def _beside(ckpt: Checkpoint, target: Target | None, writer: Writer) -> Path:
     axes = target.mesh.axes if target is not None else ()
     same = writer.TO in (ckpt.format, SHARDS) and target is not None
     kind = "" if same else f"-{writer.TO}"
-    return ckpt.path.parent / (stem + kind + "".join(f"-{a}{n}" for a, n in axes))
+    return Path(ckpt.path.parent) / (stem + kind + "".join(f"-{a}{n}" for a, n in axes))
 
 
 def _absolute(output: str | Path) -> Path:
@@ -341,10 +342,11 @@ def _json_of(side: SideFile) -> dict[str, object]:
     return table
 
 
-def _accompanied(ckpt: Checkpoint, config: Path | None) -> Checkpoint:
+def _accompanied(ckpt: Checkpoint, where: Where | None) -> Checkpoint:
     """The checkpoint with the user's config, and what lies beside it, in place of its own."""
-    if config is None:
+    if where is None:
         return ckpt
+    config = storage_path(where)
     extra = side_files(config) if config.is_dir() else (SideFile("config.json", str(config)),)
     sides = {side.name: side for side in (*ckpt.manifest.side_files, *extra)}
     return replace(ckpt, manifest=replace(ckpt.manifest, side_files=tuple(sides.values())))
@@ -396,7 +398,7 @@ def _renamed_masters(ckpt: Checkpoint) -> Checkpoint:
 
 
 def verify_merge(
-    source: str | Path,
+    source: Where,
     output: Path,
     dtype: str | None,
     from_master: bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 
 from .checkpoint.types import Checkpoint
 from .model.dtypes import ITEMSIZE
@@ -42,7 +42,7 @@ def describe(ckpt: Checkpoint) -> dict[str, object]:
         "tied": ckpt.tied,
         "files": [
             {
-                "name": Path(f.path).name,
+                "name": PurePath(f.path).name,
                 "rank": f.rank,
                 "bytes": f.nbytes,
                 "tensors": f.num_tensors,
@@ -78,7 +78,7 @@ def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
             {
                 "offsets": list(c.box.offsets),
                 "sizes": list(c.box.sizes),
-                "file": Path(c.view.file).name,
+                "file": PurePath(c.view.file).name,
                 "offset_bytes": c.view.offset_bytes,
                 "strides": list(c.view.strides),
                 "bytes": c.box.numel * ITEMSIZE[c.view.dtype],

@@ -154,7 +154,7 @@ def check_place(source: Checkpoint, output: Path) -> None:
     if output.name in ("", "..") or "\0" in str(output):
         raise CheckpointError(f"--output {str(output)!r}: must end in the name of a file or folder")
     inner = output.parent.resolve() / output.name
-    path = source.path
+    path = Path(source.path)
     if inner == path or (path.is_dir() and path in inner.parents):
         raise CheckpointError(
             f"--output {output}: lies inside the source {path}, which is never modified"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint.types import JOURNAL, Checkpoint, ReadOptions
@@ -12,31 +11,32 @@ from .errors import CheckpointError
 from .formats import foreign as deepspeed
 from .formats import formats
 from .move.publish import snapshot
+from .move.storage import StoragePath, Where, storage_path
 
 if TYPE_CHECKING:
     from .lazy import LazyArray
 
 _SAVED = re.compile(r"checkpoint-\d{1,18}")  # a trainer's folder of one step
+MAX_NAME_BYTES = 4096  # of a file that holds the name of a folder
 LATEST = "latest"  # text file in a save folder: the name of its newest checkpoint
 
 
-def read_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Checkpoint:
+def read_checkpoint(path: Where, options: ReadOptions | None = None) -> Checkpoint:
     """The checkpoint at ``path``, headers only. Raises CheckpointError where none is found."""
     options = options or ReadOptions()
     where = follow(path, options.iteration)
-    try:
-        _check_finished(where)
-        for fmt in formats():
-            if fmt.sniff(where):
-                found = fmt.read(where, options)
-                found.seen = snapshot([*(f.path for f in found.files), *found.described_by])
-                return found
-        raise CheckpointError(f"{where}: {_unknown(where)}")
-    except OSError as error:  # no right to read, a folder in the place of a file, ...
-        raise CheckpointError(f"{error.filename or where}: {error.strerror}") from error
+    _check_finished(where)
+    for fmt in formats():
+        if fmt.sniff(where):
+            found = fmt.read(where, options)
+            found.seen = snapshot(
+                [*(f.path for f in found.files), *found.described_by], where.storage
+            )
+            return found
+    raise CheckpointError(f"{where}: {_unknown(where)}")
 
 
-def _check_finished(path: Path) -> None:
+def _check_finished(path: StoragePath) -> None:
     """Files of an interrupted run have their full size, and zeros where data is missing."""
     folder = path if path.is_dir() else path.parent
     if (folder / JOURNAL).exists():
@@ -46,28 +46,23 @@ def _check_finished(path: Path) -> None:
         )
 
 
-def follow(path: str | Path, iteration: int | None = None) -> Path:
+def follow(path: Where, iteration: int | None = None) -> StoragePath:
     """``path`` resolved; a save folder stands for the checkpoint that its ``latest`` names.
 
     ``iteration`` picks another one of a save folder's ``checkpoint-N``.
     """
-    try:
-        where = Path(path).expanduser().resolve(strict=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: there is no such file or folder") from error
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of symlinks; a NUL
-        raise CheckpointError(f"{path!r}: {error}") from error
-    try:
-        return _latest(where) if iteration is None else _numbered(where, iteration)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or where}: {error.strerror}") from error
+    where = storage_path(path)
+    if not where.exists():
+        raise CheckpointError(f"{str(path)!r}: there is no such file or folder")
+    where = where.real()
+    return _latest(where) if iteration is None else _numbered(where, iteration)
 
 
-def _latest(where: Path) -> Path:
+def _latest(where: StoragePath) -> StoragePath:
     """The checkpoint that a save folder's ``latest`` names; ``where`` if it is none."""
     pointer = where / LATEST
     if where.is_dir() and pointer.is_file() and not is_checkpoint(where):
-        name = pointer.read_text(errors="replace").strip()
+        name = pointer.read_text(MAX_NAME_BYTES).strip()
         if not name or "/" in name or name in (".", "..") or "\0" in name:
             raise CheckpointError(f"{pointer}: names {name!r}, not a folder beside it")
         if not (where / name).is_dir():
@@ -76,7 +71,7 @@ def _latest(where: Path) -> Path:
     return where
 
 
-def _numbered(where: Path, iteration: int) -> Path:
+def _numbered(where: StoragePath, iteration: int) -> StoragePath:
     """The ``checkpoint-N`` of a save folder; ``where`` if it holds none, or is a checkpoint."""
     if not where.is_dir() or is_checkpoint(where):
         return where
@@ -90,12 +85,13 @@ def _numbered(where: Path, iteration: int) -> Path:
     return where
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether some format reads ``path``."""
+def is_checkpoint(where: Where) -> bool:
+    """Whether some format reads a path."""
+    path = storage_path(where)
     return path.exists() and any(fmt.sniff(path) for fmt in formats())
 
 
-def _unknown(path: Path) -> str:
+def _unknown(path: StoragePath) -> str:
     """Name what the path looks like and the way on, where we know its kind."""
     if path.is_file():
         return "not a .safetensors or .bin file"
@@ -137,9 +133,9 @@ class OpenCheckpoint(Mapping[str, "LazyArray"]):
 
 
 def open_checkpoint(
-    path: str | Path,
+    path: Where,
     *,
-    config: str | Path | None = None,
+    config: Where | None = None,
     layout: Mapping[str, str] | None = None,
     vocab_size: int | None = None,
     iteration: int | None = None,
@@ -151,6 +147,5 @@ def open_checkpoint(
     rows, ``iteration`` picks one checkpoint of a folder that holds several. They only fill what
     the checkpoint does not record. Raises CheckpointError.
     """
-    folder = Path(config) if config else None
-    options = ReadOptions(folder, layout or {}, vocab_size, iteration=iteration)
+    options = ReadOptions(config, layout or {}, vocab_size, iteration=iteration)
     return OpenCheckpoint(read_checkpoint(path, options))

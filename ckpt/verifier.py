@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint.function import Settings, contradictions, settings
@@ -21,6 +20,7 @@ from .model.dtypes import CASTABLE, ITEMSIZE
 from .model.manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
 from .model.planner import Copy, Tolerance, plan
 from .move.progress import Progress, human
+from .move.storage import StoragePath, Where
 from .reader import read_checkpoint
 from .verdict import Finding, Verdict
 
@@ -31,8 +31,8 @@ MAX_REPEATED_BYTES = 1 << 36  # of a tensor whose strides name the same bytes ag
 
 
 def verify(
-    a: str | Path,
-    b: str | Path | None = None,
+    a: Where,
+    b: Where | None = None,
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -115,7 +115,7 @@ def _aligned(
     return left, right
 
 
-def _config_of(ckpt: Checkpoint) -> Path | None:
+def _config_of(ckpt: Checkpoint) -> StoragePath | None:
     folder = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent
     path = folder / "config.json"
     return path if path.is_file() else None

@@ -258,7 +258,7 @@ def _instrument(
     system that cannot swap two folders in one step.
     """
     from shardwright.ckpt import jobs
-    from shardwright.ckpt.move import files, publish
+    from shardwright.ckpt.move import publish, storage
 
     counter = itertools.count()
     if sync:
@@ -290,9 +290,9 @@ def _instrument(
 
         setattr(module, name, counted)
 
-    around(files, "PWRITE", lambda call, fd, data, at: call(fd, data[: len(data) // 2], at))
-    if files.KERNEL_COPY is not None:
-        around(files, "KERNEL_COPY", lambda call, a, b, n, i, j: call(a, b, n // 2, i, j))
+    around(storage, "PWRITE", lambda call, fd, data, at: call(fd, data[: len(data) // 2], at))
+    if storage.KERNEL_COPY is not None:
+        around(storage, "KERNEL_COPY", lambda call, a, b, n, i, j: call(a, b, n // 2, i, j))
     around(os, "write", lambda call, fd, data: call(fd, data[: len(data) // 2]))
     around(os, "ftruncate", lambda call, fd, size: call(fd, size // 2))
     around(shutil, "copyfile", lambda call, a, b: Path(b).write_bytes(Path(a).read_bytes()[1:]))

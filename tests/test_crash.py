@@ -26,7 +26,7 @@ from fixtures_safety import (
 
 from shardwright.ckpt import CheckpointError, RunOptions, jobs, merge, reshard
 from shardwright.ckpt.checkpoint.types import JOURNAL
-from shardwright.ckpt.move import files
+from shardwright.ckpt.move import storage
 from shardwright.tools import merge_ckpt
 from shardwright.tools import reshard as reshard_tool
 
@@ -284,8 +284,8 @@ def test_nothing_is_journalled_or_published_before_it_is_durable(argv, output, h
         for path in (root / made.name, (root / made.name).parent):
             late[path.stat().st_ino] = str(path)
 
-    after(files, "PWRITE", lambda fd, data, at: wrote(fd))
-    after(files, "KERNEL_COPY", lambda reader, writer, *_: wrote(writer))
+    after(storage, "PWRITE", lambda fd, data, at: wrote(fd))
+    after(storage, "KERNEL_COPY", lambda reader, writer, *_: wrote(writer))
     after(os, "ftruncate", lambda fd, size: wrote(fd))
     after(os, "write", journalled)
     after(os, "fsync", lambda fd: late.pop(os.fstat(fd).st_ino, None))

@@ -35,7 +35,7 @@ from shardwright.ckpt import (
     reshard,
     verify,
 )
-from shardwright.ckpt.move import executor, files, publish
+from shardwright.ckpt.move import executor, files, publish, storage
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_keeps_the_work_of_a_run_with_resume(home, mounted,
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(files, "PWRITE"), (os, "fsync"), (os, "write"), (os, "ftruncate"), (os, "rename"),
+    [(storage, "PWRITE"), (os, "fsync"), (os, "write"), (os, "ftruncate"), (os, "rename"),
      (os, "replace"), (shutil, "copyfile")],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
@@ -169,7 +169,7 @@ def test_a_call_that_fails_at_any_time_is_our_error_and_leaves_nothing(
 ):
     """kind I: partial saves."""
     real, calls = getattr(module, name), []
-    monkeypatch.setattr(files, "KERNEL_COPY", None)
+    monkeypatch.setattr(storage, "KERNEL_COPY", None)
     monkeypatch.setattr(jobs, "SYNC_SECONDS", -1.0)
     monkeypatch.setattr(module, name, lambda *a, **k: (calls.append(0), real(*a, **k))[1])
     job("to/out")
@@ -222,7 +222,7 @@ def test_a_home_of_nobody_is_a_name_like_any_other(home):
 
 
 def test_folders_that_a_failed_run_made_are_gone(home, monkeypatch):
-    monkeypatch.setattr(files, "PWRITE", lambda *_: fail(errno.EIO))
+    monkeypatch.setattr(storage, "PWRITE", lambda *_: fail(errno.EIO))
     with untouched(home):
         refused(lambda: to_shards("a/b/c/out"), os.strerror(errno.EIO))
 
@@ -232,15 +232,15 @@ def test_folders_that_a_failed_run_made_are_gone(home, monkeypatch):
 
 def during(monkeypatch, job, change, at=5):
     """Run ``job`` and ``change`` the source at its ``at``-th write."""
-    real, count = files.PWRITE, itertools.count()
-    monkeypatch.setattr(files, "KERNEL_COPY", None)
+    real, count = storage.PWRITE, itertools.count()
+    monkeypatch.setattr(storage, "KERNEL_COPY", None)
 
     def write(*args):
         if next(count) == at:
             change()
         return real(*args)
 
-    monkeypatch.setattr(files, "PWRITE", write)
+    monkeypatch.setattr(storage, "PWRITE", write)
     with pytest.raises(CheckpointError) as caught:
         job("to/out")
     assert names(Path("to")) == []
@@ -295,8 +295,13 @@ def test_a_side_file_that_changes_is_named(home, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_source_that_cannot_be_read_is_named_with_the_byte(number, home, monkeypatch):
-    monkeypatch.setattr(files, "KERNEL_COPY", None)
-    monkeypatch.setattr(files, "PREADV", lambda *_: fail(number))
+    monkeypatch.setattr(storage, "KERNEL_COPY", None)
+    weights, real = Path("hf/model.safetensors").stat().st_ino, storage.PREADV
+
+    def read(fd, *rest):
+        return fail(number) if os.fstat(fd).st_ino == weights else real(fd, *rest)
+
+    monkeypatch.setattr(storage, "PREADV", read)
     with untouched(home):
         refused(lambda: to_shards("to/out"), "model.safetensors", os.strerror(number), "at byte")
 
@@ -305,20 +310,20 @@ def test_a_source_that_cannot_be_read_is_named_with_the_byte(number, home, monke
 
 
 def short_reads(step):
-    real = files.PREADV
+    real = storage.PREADV
     count = itertools.count()
     return lambda fd, into, at: real(fd, [into[0][: 1 + next(count) % step]], at)
 
 
 def short_writes(step):
-    real = files.PWRITE
+    real = storage.PWRITE
     count = itertools.count()
     return lambda fd, data, at: real(fd, data[: 1 + next(count) % step], at)
 
 
 def kernel_copy(number=None, *, after=0, short=0, nothing=False):
     """A system call that refuses after some calls, copies less than asked, or nothing."""
-    real = files.KERNEL_COPY or pytest.skip("this system has no copy_file_range")
+    real = storage.KERNEL_COPY or pytest.skip("this system has no copy_file_range")
     count = itertools.count()
 
     def call(reader, writer, length, *offsets):
@@ -334,7 +339,7 @@ def kernel_copy(number=None, *, after=0, short=0, nothing=False):
 
 def lesser_systems(patch):
     """(name, function that turns this system into a lesser one)."""
-    none = lambda: patch(files, "KERNEL_COPY", None)  # noqa: E731
+    none = lambda: patch(storage, "KERNEL_COPY", None)  # noqa: E731
     refusals = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM,
                 errno.EBADF, errno.EIO)  # fmt: skip
     yield "no copy call", none
@@ -342,24 +347,24 @@ def lesser_systems(patch):
         after = 7 if number == errno.EXDEV else 0
         yield (
             f"{errno.errorcode[number]} after {after}",
-            lambda n=number, a=after: patch(files, "KERNEL_COPY", kernel_copy(n, after=a)),
+            lambda n=number, a=after: patch(storage, "KERNEL_COPY", kernel_copy(n, after=a)),
         )
-    yield "copies nothing", lambda: patch(files, "KERNEL_COPY", kernel_copy(nothing=True))
+    yield "copies nothing", lambda: patch(storage, "KERNEL_COPY", kernel_copy(nothing=True))
     yield (
         "copies nothing later",
-        lambda: patch(files, "KERNEL_COPY", kernel_copy(nothing=True, after=5)),
+        lambda: patch(storage, "KERNEL_COPY", kernel_copy(nothing=True, after=5)),
     )
-    yield "copies short", lambda: patch(files, "KERNEL_COPY", kernel_copy(short=5))
+    yield "copies short", lambda: patch(storage, "KERNEL_COPY", kernel_copy(short=5))
     for step in (2, 7):
         yield (
             f"reads of 1 to {step}",
-            lambda s=step: (none(), patch(files, "PREADV", short_reads(s))),
+            lambda s=step: (none(), patch(storage, "PREADV", short_reads(s))),
         )
         yield (
             f"writes of 1 to {step}",
-            lambda s=step: (none(), patch(files, "PWRITE", short_writes(s))),
+            lambda s=step: (none(), patch(storage, "PWRITE", short_writes(s))),
         )
-    yield "no preadv", lambda: (none(), patch(files, "PREADV", files._preadv))
+    yield "no preadv", lambda: (none(), patch(storage, "PREADV", storage._preadv))
     yield "calls of 3 bytes", lambda: (none(), patch(files, "MAX_CALL_BYTES", 3))
     yield "copies of 3 bytes", lambda: patch(files, "MAX_CALL_BYTES", 3)
     for count in (1, 2):
@@ -410,7 +415,7 @@ def test_tiles_of_a_few_bytes_give_the_same_bytes(home, monkeypatch):
 
 def test_comparing_and_slicing_stand_short_reads(home, monkeypatch):
     to_shards("to/out")
-    monkeypatch.setattr(files, "PREADV", short_reads(5))
+    monkeypatch.setattr(storage, "PREADV", short_reads(5))
     monkeypatch.setattr(files, "MAX_OPEN_FILES", 1)
     assert verify("hf", "to/out").same
     name = "model.layers.2.mlp.gate_proj.weight"
@@ -427,7 +432,7 @@ def test_a_target_of_other_bytes_is_found_different_whatever_is_short(home, monk
         tensors["output_layer.weight"].view(torch.uint8)[3, 8] ^= 1
 
     edit_tensors(Path("to/out/model_tp_0_pp_1.safetensors"), change)
-    monkeypatch.setattr(files, "PREADV", short_reads(5))
+    monkeypatch.setattr(storage, "PREADV", short_reads(5))
     verdict = verify("hf", "to/out")
     assert not verdict.same
     assert "lm_head.weight: 1 of 336 elements differs; first at [3, 2]" in verdict.differences[0]

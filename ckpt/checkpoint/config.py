@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from .. import families
 from ..errors import CheckpointError
 from ..model.family import Model, evaluate, model_flags, placeholders
+from ..move.storage import StoragePath, Where, storage_path
 from .json_io import load_json
 from .types import ReadOptions
 
 MAX_LAYERS = 10_000  # a config may say any number, and names are made for each
 
 
-def find_config(folder: Path, options: ReadOptions) -> Path | None:
+def find_config(folder: Where, options: ReadOptions) -> StoragePath | None:
     """The config file: the user's, else the folder's own, else None."""
     if options.config is not None:
-        path = options.config / "config.json" if options.config.is_dir() else options.config
+        said = storage_path(options.config)
+        path = said / "config.json" if said.is_dir() else said
         if not path.is_file():
             raise CheckpointError(f"--config {options.config}: there is no {path}")
         return path
-    own = folder / "config.json"
+    own = storage_path(folder) / "config.json"
     return own if own.is_file() else None
 
 
-def load_model(path: Path, vocab_size: int | None = None) -> Model:
+def load_model(path: Where, vocab_size: int | None = None) -> Model:
     """The family, sizes and flags that a config.json describes.
 
     ``vocab_size`` overrides the config's number of true vocabulary rows.

@@ -7,21 +7,23 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from ..errors import CheckpointError
-from ..move.files import regular_size
+from ..move.storage import StoragePath, Where, storage_path
 
 CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
+MAX_NODES = 1 << 22  # values of a JSON text; a container counts more, as it takes more memory
 MAX_DEPTH = 100  # of JSON: what is read here must be writable again without deep recursion
 
 
-def load_json(path: Path, *, finite: bool = True) -> dict[str, object]:
+def load_json(where: Where, *, finite: bool = True) -> dict[str, object]:
     """A JSON object; anything but an object is refused, and NaN and infinities if ``finite``.
 
     Python writes them, so a config.json may hold them where no size or flag is meant: there
     they pass, as transformers lets them.
     """
+
+    path = storage_path(where)
 
     def refuse(text: str) -> float:
         if not finite:
@@ -31,14 +33,12 @@ def load_json(path: Path, *, finite: bool = True) -> dict[str, object]:
     def number_of(text: str) -> float:
         return number if math.isfinite(number := float(text)) else refuse(text)
 
-    regular_size(str(path))
+    raw = path.read_bytes()
+    check_size(raw, str(path))
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text, parse_constant=refuse, parse_float=number_of)
+        value = json.loads(raw.decode("utf-8"), parse_constant=refuse, parse_float=number_of)
     except CheckpointError:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON ({error})") from error
     if not isinstance(value, dict):
@@ -46,6 +46,15 @@ def load_json(path: Path, *, finite: bool = True) -> dict[str, object]:
     if _is_deep(value):
         raise CheckpointError(f"{path}: holds values inside each other more than {MAX_DEPTH} deep")
     return value
+
+
+def check_size(raw: bytes, path: str) -> None:
+    """Refuse a text whose values would take far more memory than its bytes: ``[[],[],[], ...``."""
+    nodes = raw.count(b",") + raw.count(b"[") + 4 * raw.count(b"{")
+    if nodes > MAX_NODES:
+        raise CheckpointError(
+            f"{path}: holds about {nodes} values; the limit is {MAX_NODES}. Split the file"
+        )
 
 
 def _is_deep(value: object) -> bool:
@@ -79,7 +88,7 @@ def is_path_below(name: object) -> bool:
     return isinstance(name, str) and all(is_file_name(part) for part in name.split("/"))
 
 
-def read_digests(table: object, origin: Path) -> dict[str, tuple[int, str]]:
+def read_digests(table: object, origin: StoragePath) -> dict[str, tuple[int, str]]:
     """Path below its folder -> (size, xxh3-128 or ""), from the ``files`` of ``origin``."""
     if table is not None and not isinstance(table, dict):
         raise CheckpointError(f"{origin}: files is a {type(table).__name__}, not name -> size")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ..errors import CheckpointError
@@ -12,6 +11,7 @@ from ..model.family import Model
 from ..model.file_layout import FileLayout, Index, Spec
 from ..model.manifest import Manifest, SideFile
 from ..model.mesh import Mesh
+from ..move.storage import FileIdentity, StoragePath, Where
 
 Value = TypeVar("Value")
 JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
@@ -25,7 +25,7 @@ class ReadOptions:
     It fills what the source does not record, and never overrides what it does (``filled``).
     """
 
-    config: Path | None = None  # folder or file of a Hugging Face config
+    config: Where | None = None  # folder or file of a Hugging Face config
     layout: Mapping[str, str] = field(default_factory=dict)  # tag -> value
     vocab_size: int | None = None  # true rows of the vocabulary
     weights_only: bool = False  # leave optimizer files alone
@@ -60,7 +60,7 @@ class FileSummary:
 class Checkpoint:
     """A source: what is where, and what it says about itself."""
 
-    path: Path
+    path: StoragePath
     format: str
     manifest: Manifest
     model: Model | None = None
@@ -82,8 +82,8 @@ class Checkpoint:
     unread_optimizer: str = ""  # why optimizer files here cannot be read; "" if nothing speaks so
     unknown_model: str = ""  # why its config.json names no family; "" if it does, or there is none
     described_by: tuple[str, ...] = ()  # files without tensors that say what is where
-    # path -> size, mtime (ns) and inode of what was read, at that time
-    seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    # path -> what tells of a change since it was read
+    seen: dict[str, FileIdentity] = field(default_factory=dict)
     # What reading put off, since it takes a look into many files:
     doubt: Callable[[], str] | None = None  # why the optimizer state cannot be trusted, or ""
     headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad
@@ -113,6 +113,6 @@ class Checkpoint:
 class Container(Protocol):
     """Knows bytes: where tensors lie in one file, existing or to be made."""
 
-    def index(self, path: str) -> Index: ...
+    def index(self, where: Where) -> Index: ...
 
     def layout(self, specs: Sequence[Spec], metadata: Mapping[str, str]) -> FileLayout: ...

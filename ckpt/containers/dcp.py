@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 
 from ..checkpoint.json_io import is_file_name
 from ..errors import CheckpointError, raise_all
@@ -20,14 +19,13 @@ from ..model.box import Box, row_major
 from ..model.dtypes import ITEMSIZE
 from ..model.file_layout import Index
 from ..model.manifest import DeferredView, View
-from ..move.files import regular_size
+from ..move.storage import StoragePath
 from . import pickles, torch_zip
 from .pickles import Global, Stub
 
 METADATA = ".metadata"
 COMMON = "common.pt"
 DESCRIBES = "metadata.json"
-MAX_METADATA_BYTES = 1 << 30
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +35,16 @@ class Blob:
     name: str  # of the stored tensor
     dtype: str
     box: Box
-    file: str
+    place: StoragePath  # its file
     start_bytes: int
     length_bytes: int
     # of the tensor, once the header has been read:
     offset_bytes: int = -1  # from the start of the file
     strides: tuple[int, ...] = ()  # elements
+
+    @property
+    def file(self) -> str:
+        return str(self.place)
 
     def find(self) -> None:
         """Find the tensor in it; CheckpointError if it is another, or if the blob is damaged."""
@@ -77,21 +79,18 @@ def read_headers(blobs: Iterable[Blob]) -> None:
 
     CheckpointError names every blob that is damaged.
     """
-    by_file: dict[str, list[Blob]] = {}
+    by_file: dict[StoragePath, list[Blob]] = {}
     for blob in dict.fromkeys(blobs):
         if blob.offset_bytes < 0:
-            by_file.setdefault(blob.file, []).append(blob)
+            by_file.setdefault(blob.place, []).append(blob)
     faults = []
     for path in sorted(by_file):
-        try:
-            with torch_zip.archives(path) as file:
-                for blob in sorted(by_file[path], key=lambda blob: blob.start_bytes):
-                    try:
-                        blob.read(file)
-                    except CheckpointError as error:
-                        faults.append(str(error))
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+        with torch_zip.archives(path) as file:
+            for blob in sorted(by_file[path], key=lambda blob: blob.start_bytes):
+                try:
+                    blob.read(file)
+                except CheckpointError as error:
+                    faults.append(str(error))
     raise_all(faults, "damaged tensors" if len(faults) > 1 else "")
 
 
@@ -169,15 +168,12 @@ class Listing:
     tensors: dict[str, Stored]
     objects: dict[str, Blob]  # blobs of pickled objects
     original_shapes: dict[str, tuple[int, ...]]  # of tensors stored flattened (core <= 0.15)
-    files: dict[str, int]  # path -> bytes
+    files: dict[StoragePath, int]  # bytes
 
 
-def listing(folder: Path) -> Listing:
+def listing(folder: StoragePath) -> Listing:
     """What lies in which blob; every chunk has its blob, and chunks tile their tensor."""
     file = folder / METADATA
-    size = regular_size(str(file))
-    if size > MAX_METADATA_BYTES:
-        raise CheckpointError(f"{file}: {size} bytes; the limit is {MAX_METADATA_BYTES}")
     root = pickles.decode(file.read_bytes(), str(file))
     if not isinstance(root, Stub) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{file}: is no Metadata of torch.distributed.checkpoint")
@@ -197,13 +193,15 @@ def listing(folder: Path) -> Listing:
     return found
 
 
-_Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+_Places = dict[tuple[str, tuple[int, ...] | None], tuple[StoragePath, int, int]]
 
 
-def _places(file: Path, folder: Path, table: Mapping[object, object], found: Listing) -> _Places:
+def _places(
+    file: StoragePath, folder: StoragePath, table: Mapping[object, object], found: Listing
+) -> _Places:
     """(name, offsets) -> (path, first byte, bytes)."""
     places: _Places = {}
-    paths: dict[str, str] = {}  # each once in memory
+    paths: dict[str, StoragePath] = {}  # each once in memory
     for key, value in table.items():
         if not isinstance(key, Stub) or not isinstance(value, Stub):
             raise CheckpointError(f"{file}: storage_data holds no MetadataIndex")
@@ -218,8 +216,8 @@ def _places(file: Path, folder: Path, table: Mapping[object, object], found: Lis
             )
         where = paths.get(str(path))
         if where is None:
-            where = paths[str(path)] = str(folder / str(path))
-            found.files[where] = regular_size(where)
+            where = paths[str(path)] = folder / str(path)
+            found.files[where] = where.size()
         if start < 0 or length < 0 or start + length > found.files[where]:
             raise CheckpointError(
                 f"{where}: {name}: bytes {start} to {start + length} of a file of "
@@ -243,7 +241,7 @@ def _check_apart(places: _Places) -> None:
             )
 
 
-def _stored(file: Path, name: str, meta: Stub, places: _Places) -> Stored:
+def _stored(file: StoragePath, name: str, meta: Stub, places: _Places) -> Stored:
     table = _dict(file, meta.state, name)
     shape = _ints(file, name, table.get("size"))
     properties = table.get("properties")
@@ -295,13 +293,13 @@ def _original_shapes(table: object) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _dict(file: Path, value: object, what: str) -> dict[object, object]:
+def _dict(file: StoragePath, value: object, what: str) -> dict[object, object]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: {what} is a {type(value).__name__}, not a table")
     return value
 
 
-def _ints(file: Path, name: str, value: object) -> tuple[int, ...]:
+def _ints(file: StoragePath, name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, Stub) and len(value.args) == 1:  # torch.Size
         value = value.args[0]
     if not isinstance(value, (tuple, list)) or not all(type(n) is int and n >= 0 for n in value):
@@ -311,4 +309,4 @@ def _ints(file: Path, name: str, value: object) -> tuple[int, ...]:
 
 def objects(blob: Blob) -> Index:
     """A blob of pickled objects: ``extra`` holds them."""
-    return torch_zip.index_span(blob.file, blob.start_bytes, blob.length_bytes)
+    return torch_zip.index_span(blob.place, blob.start_bytes, blob.length_bytes)

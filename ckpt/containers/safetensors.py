@@ -16,18 +16,18 @@ from ..errors import CheckpointError
 from ..model.box import row_major
 from ..model.dtypes import ITEMSIZE
 from ..model.file_layout import Entry, FileLayout, Index, Spec
-from ..move.files import regular_size
+from ..move.storage import MAX_PARSED_BYTES, Where, storage_path
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = MAX_PARSED_BYTES  # the format's own limit
 MAX_DIMS = 64  # torch's and NumPy's own limit
 ALIGN_BYTES = 8  # the header is padded so that the data starts on this boundary
 
 
-def index(path: str) -> Index:
+def index(where: Where) -> Index:
     """The tensors of a file; raises CheckpointError on anything the format does not allow."""
-    size = regular_size(path)
-    with open(path, "rb") as file:
-        prefix = file.read(8)
+    path = str(storage_path(where))
+    with storage_path(where).opened() as file:
+        size, prefix = file.size, file.read(0, 8)
         if len(prefix) < 8:
             raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
         (length,) = struct.unpack("<Q", prefix)
@@ -36,7 +36,7 @@ def index(path: str) -> Index:
                 f"{path}: header of {length} bytes does not fit a file of {size} bytes; "
                 "the file is truncated or no safetensors file"
             )
-        raw = file.read(length)
+        raw = file.read(8, length)
     if len(raw) < length:
         raise CheckpointError(f"{path}: header ends after {len(raw)} of {length} bytes")
     header = _parse(path, raw)

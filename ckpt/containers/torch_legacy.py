@@ -13,16 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 from ..errors import CheckpointError
 from ..model.dtypes import ITEMSIZE
 from ..model.file_layout import Index
-from ..move.files import regular_size
+from ..move.storage import MAX_PARSED_BYTES, OpenFile
 from .pickles import InputEnds, StorageRef, decode_at, short, storage_ref
 from .tensor_names import entry, extra, tensors
 
-MAX_PICKLES_BYTES = 512 << 20  # all five together
+MAX_PICKLES_BYTES = MAX_PARSED_BYTES  # all five together
 FIRST_READ_BYTES = 1 << 20  # a state dict takes about 200 bytes a tensor
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -33,14 +32,13 @@ _HEAD = re.compile(
 _HEAD_BYTES = 262  # a tar archive says so at byte 257
 
 
-def is_legacy(path: str) -> bool:
+def is_legacy(file: OpenFile) -> bool:
     """Whether a file starts as this container does. Raises on a tar archive."""
-    with open(path, "rb") as file:
-        head = file.read(_HEAD_BYTES)
+    head = file.read(0, _HEAD_BYTES)
     if head[257:] == b"ustar":
         raise CheckpointError(
-            f"{path}: a tar archive, as torch 0.1.9 and before wrote them; save it again with a "
-            "current torch: torch.save(torch.load(path, weights_only=False), path)"
+            f"{file.path}: a tar archive, as torch 0.1.9 and before wrote them; save it again with "
+            "a current torch: torch.save(torch.load(path, weights_only=False), path)"
         )
     return _HEAD.match(head) is not None
 
@@ -96,12 +94,11 @@ class _Storages:
         return part
 
 
-def index(path: str) -> Index:
-    """The tensors of a file, named as ``torchzip.index`` does it."""
-    size = regular_size(path)
-    with open(path, "rb") as file:
-        root, storages, keys, stop = _pickles(path, file, size)
-        starts = _starts(path, file, storages, keys, stop, size)
+def index(file: OpenFile) -> Index:
+    """The tensors of a file, named as ``torch_zip.index`` does it."""
+    path, size = str(file.path), file.size
+    root, storages, keys, stop = _pickles(path, file)
+    starts = _starts(path, file, storages, keys, stop)
     entries = {}
     for name, view in tensors(path, root, budget=4 * stop).items():
         key, first_byte = storages.parts[view.storage.key]
@@ -111,16 +108,15 @@ def index(path: str) -> Index:
     return Index(path, size, entries, {}, extra(path, root))
 
 
-def _pickles(path: str, file: BinaryIO, size: int) -> tuple[object, _Storages, list[str], int]:
+def _pickles(path: str, file: OpenFile) -> tuple[object, _Storages, list[str], int]:
     """(object, its storages, the keys in the file's order, where the last pickle stops)."""
     length = FIRST_READ_BYTES
     while True:
-        file.seek(0)
-        data = file.read(min(length, MAX_PICKLES_BYTES))
+        data = file.read(0, min(length, MAX_PICKLES_BYTES))
         try:
             return _decoded(path, data)
         except InputEnds as error:
-            if len(data) >= min(size, MAX_PICKLES_BYTES):
+            if len(data) >= min(file.size, MAX_PICKLES_BYTES):
                 raise CheckpointError(str(error)) from error
         length *= 8
 
@@ -149,17 +145,17 @@ def _decoded(path: str, data: bytes) -> tuple[object, _Storages, list[str], int]
 
 
 def _starts(
-    path: str, file: BinaryIO, storages: _Storages, keys: list[str], at: int, size: int
+    path: str, file: OpenFile, storages: _Storages, keys: list[str], at: int
 ) -> dict[str, int]:
     """Key -> first byte of each storage, once each has the size that the object says."""
     starts: dict[str, int] = {}
+    size = file.size
     for key in keys:
         ref = storages.roots.get(key)
         if ref is None or key in starts:
             what = "is listed twice" if key in starts else "belongs to no value"
             raise CheckpointError(f"{path}: storage {short(key)} {what}")
-        file.seek(at)
-        head = file.read(8)
+        head = file.read(at, 8)
         at += 8
         numel = int.from_bytes(head, "little", signed=True)
         nbytes = ref.numel * ITEMSIZE[ref.dtype]

@@ -17,18 +17,17 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import FileIO
 
 from ..errors import CheckpointError
 from ..model.dtypes import ITEMSIZE
 from ..model.file_layout import Checksum, FileLayout, Index, Spec
-from ..move.files import regular_size
+from ..move.storage import MAX_PARSED_BYTES, OpenFile, Where, storage_path
 from . import torch_legacy
 from .pickle_writer import dumps
 from .pickles import StorageRef, TensorRef, contiguous, decode, short, storage_ref
 from .tensor_names import entry, extra, tensors
 
-MAX_RECORD_BYTES = 512 << 20  # of what is read whole: the pickle, the directory, the JSON
+MAX_RECORD_BYTES = MAX_PARSED_BYTES  # of what is read whole: the pickle, the directory, the JSON
 MAX_RECORDS = 1 << 20  # one per storage
 END_BYTES = 4096  # read at once of an archive's start and end: of one tensor, all but its bytes
 ALIGN_BYTES = 64  # where a storage starts: torch's own choice, so that vector loads may follow
@@ -57,7 +56,7 @@ class _Archive:
     """An open file, or the part of one that is an archive."""
 
     name: str  # for messages
-    file: FileIO
+    file: OpenFile
     start: int  # bytes from the start of the file
     size: int  # bytes
     _ends: list[tuple[int, bytes]] = field(default_factory=list)  # what was read of both ends
@@ -68,62 +67,58 @@ class _Archive:
         for at, data in self._ends or self._read_ends():
             if at <= offset and offset + length <= at + len(data):
                 return data[offset - at : offset - at + length]
-        self.file.seek(offset)
-        return self.file.read(length)
+        return self.file.read(offset, length)
 
     def _read_ends(self) -> list[tuple[int, bytes]]:
         """torch.save puts everything but the tensors' bytes near the ends."""
         stop = self.start + self.size
-        for at in sorted({self.start, max(self.start, stop - END_BYTES)}):
-            self.file.seek(at)
-            self._ends.append((at, self.file.read(min(END_BYTES, stop - at))))
+        for first in sorted({self.start, max(self.start, stop - END_BYTES)}):
+            self._ends.append((first, self.file.read(first, min(END_BYTES, stop - first))))
         return self._ends
 
     def fault(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.name}: {text}")
 
 
-def index(path: str) -> Index:
+def index(where: Where) -> Index:
     """The tensors of a file, named by their place: ``model.decoder.weight``, ``0.1.exp_avg``.
 
     ``extra`` is the rest: each top-level value that is not itself a tensor, under its key. A
     dict among them holds its tensors as ``TensorRef``. A file that is one tensor names it "".
     Files of the form before zip archives are read as well.
     """
-    size = regular_size(path)
-    if torch_legacy.is_legacy(path):
-        return torch_legacy.index(path)
-    return index_span(path, 0, size)
+    with storage_path(where).opened() as file:
+        if torch_legacy.is_legacy(file):
+            return torch_legacy.index(file)
+        return Archives(file).index(0, file.size)
 
 
-def index_span(path: str, start_bytes: int, length_bytes: int) -> Index:
+def index_span(where: Where, start_bytes: int, length_bytes: int) -> Index:
     """``index`` of an archive that is a part of a file; offsets are from the file's start."""
-    with archives(path) as file:
+    with archives(where) as file:
         return file.index(start_bytes, length_bytes)
 
 
 @contextmanager
-def archives(path: str) -> Iterator[Archives]:
+def archives(where: Where) -> Iterator[Archives]:
     """A file with one archive after another, open while they are looked at."""
-    size = regular_size(path)
-    with open(path, "rb", buffering=0) as file:
-        yield Archives(path, size, file)
+    with storage_path(where).opened() as file:
+        yield Archives(file)
 
 
 @dataclass(frozen=True, slots=True)
 class Archives:
     """An open file with one archive after another."""
 
-    path: str
-    size_bytes: int
-    _file: FileIO
+    _file: OpenFile
 
     def index(self, start_bytes: int, length_bytes: int, name: str = "") -> Index:
         """``index_span``; errors call the archive ``name``, which the path is if it has none."""
-        name, stop_bytes = name or self.path, start_bytes + length_bytes
-        if not 0 <= start_bytes <= stop_bytes <= self.size_bytes:
+        path, size = str(self._file.path), self._file.size
+        name, stop_bytes = name or path, start_bytes + length_bytes
+        if not 0 <= start_bytes <= stop_bytes <= size:
             raise CheckpointError(
-                f"{name}: bytes {start_bytes} to {stop_bytes} of a file of {self.size_bytes} "
+                f"{name}: bytes {start_bytes} to {stop_bytes} of a file of {size} "
                 "bytes; the file is truncated"
             )
         archive = _Archive(name, self._file, start_bytes, length_bytes)
@@ -138,7 +133,7 @@ class Archives:
         for key, view in tensors(name, root, budget=4 * len(raw)).items():
             record = records[_record_name(prefix, view.storage)]
             entries[key] = entry(name, key, view, record.offset)
-        return Index(self.path, self.size_bytes, entries, metadata, extra(name, root))
+        return Index(path, size, entries, metadata, extra(name, root))
 
 
 # --- the archive ----------------------------------------------------------------------------

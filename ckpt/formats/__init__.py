@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
+
+from ..move.storage import StoragePath
 
 if TYPE_CHECKING:
     from ..checkpoint.types import Checkpoint, ReadOptions
@@ -17,11 +18,11 @@ class Format(Protocol):
 
     NAME: str
 
-    def sniff(self, path: Path) -> bool:
+    def sniff(self, path: StoragePath) -> bool:
         """Whether ``path`` is a checkpoint of this format; looks at names only."""
         ...
 
-    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+    def read(self, path: StoragePath, options: ReadOptions) -> Checkpoint:
         """The checkpoint, headers only; raises CheckpointError with every fault found."""
         ...
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+
+from ..move.storage import StoragePath
 
 # rank files of DeepSpeed, and of GPT-NeoX, which trains with it
 _FILES = re.compile(
@@ -13,7 +14,7 @@ _FILES = re.compile(
 _STEP = re.compile(r"global_step\d+(_universal)?")  # the folder of one save
 
 
-def is_deepspeed(path: Path) -> bool:
+def is_deepspeed(path: StoragePath) -> bool:
     """Whether the folder, or that of one of its saves, holds rank files of DeepSpeed."""
     steps = [c for c in path.iterdir() if _STEP.fullmatch(c.name) and c.is_dir()]
     return any(_FILES.fullmatch(c.name) for folder in (path, *steps) for c in folder.iterdir())

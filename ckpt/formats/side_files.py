@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ..checkpoint.json_io import is_file_name
 from ..errors import CheckpointError
 from ..model.manifest import SideFile
+from ..move.storage import FILE, StoragePath, Where, storage_path
 
 # Weights, optimizer state and their tables, in any framework's spelling. They are what a
 # conversion replaces; copying them beside the result would leave two truths in one folder.
@@ -22,37 +21,37 @@ _WEIGHTS = re.compile(
 )
 
 
-def side_files(folder: Path) -> tuple[SideFile, ...]:
-    """Every non-weight file below ``folder``, hidden ones left out, links followed."""
+def side_files(where: Where) -> tuple[SideFile, ...]:
+    """Every non-weight file below a folder, hidden ones left out, links followed."""
+    folder = storage_path(where)
     found = [SideFile(path.relative_to(folder).as_posix(), str(path)) for path in _walk(folder)]
     return tuple(sorted(found, key=lambda f: f.name))
 
 
-def skipped_links(folder: Path) -> list[str]:
+def skipped_links(folder: StoragePath) -> list[str]:
     """A line for each linked folder, which does not travel: links may run in circles."""
     return [
-        f"{Path(root, name)}: a linked folder, not copied"
-        for root, folders, _ in os.walk(folder)
-        for name in sorted(folders)
-        if not name.startswith(".") and Path(root, name).is_symlink()
+        f"{child}: a linked folder, not copied"
+        for _, folders, _ in folder.walk()
+        for child in folders
+        if not child.name.startswith(".") and child.is_symlink()
     ]
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):  # does not enter linked folders: no loops
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            path = Path(root, name)
-            if name.startswith(".") or _WEIGHTS.fullmatch(name):
+def _walk(folder: StoragePath) -> Iterator[StoragePath]:
+    for _, folders, rest in folder.walk():  # does not enter linked folders: no loops
+        folders[:] = [child for child in folders if not child.name.startswith(".")]
+        for path in rest:
+            if path.name.startswith(".") or _WEIGHTS.fullmatch(path.name):
                 continue
-            try:
-                if path.stat() and path.is_file():
-                    yield path
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}") from error
+            found = path.stat()
+            if found is None:
+                raise CheckpointError(f"{path}: leads to no file")
+            if found.kind == FILE:
+                yield path
 
 
-def resolve(folder: Path, name: object, said_by: Path) -> Path:
+def resolve(folder: StoragePath, name: object, said_by: StoragePath) -> StoragePath:
     """A file that an index names, which must lie in the index's own folder.
 
     Links are followed: Hugging Face's cache is made of them.
@@ -60,10 +59,6 @@ def resolve(folder: Path, name: object, said_by: Path) -> Path:
     if not isinstance(name, str) or not is_file_name(name):
         raise CheckpointError(f"{said_by}: names {name!r}, which is not a file of its own folder")
     path = folder / name
-    try:
-        path.stat()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: is missing ({said_by.name} names it)") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if not path.exists():
+        raise CheckpointError(f"{path}: is missing ({said_by.name} names it)")
     return path

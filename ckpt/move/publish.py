@@ -20,6 +20,7 @@ from types import TracebackType
 
 from ..checkpoint.types import JOURNAL
 from ..errors import CheckpointError
+from .storage import LOCAL, FileIdentity, Storage, told
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -302,29 +303,26 @@ def _exchange(new: Path, old: Path) -> None:
     os.rename(aside, new)
 
 
-Seen = tuple[int, int, int]
-
-
-def snapshot(paths: Iterable[str]) -> dict[str, Seen]:
-    """Size, mtime (ns) and inode of every source file, to notice a change while we read."""
+def snapshot(paths: Iterable[str], storage: Storage = LOCAL) -> dict[str, FileIdentity]:
+    """What tells of a change of every source file, to notice a change while we read."""
     found = {}
     for path in sorted(set(paths)):
-        try:
-            stat = os.stat(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-        found[path] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        with told(path):
+            stat = storage.stat(path)
+        if stat is None:
+            raise CheckpointError(f"{path}: {os.strerror(errno.ENOENT)}")
+        found[path] = stat.identity
     return found
 
 
-def check_unchanged(before: Mapping[str, Seen]) -> None:
+def check_unchanged(before: Mapping[str, FileIdentity], storage: Storage = LOCAL) -> None:
     """Raise if a source file is not what it was when the plan was made."""
     for path, was in before.items():
-        now = snapshot([path])[path]
+        now = snapshot([path], storage)[path]
         if now != was:
             what = f"size {was[0]} then, {now[0]} now"
             if now[:2] == was[:2]:
-                what = "another file is in its place"
+                what = "it was written again, or another file is in its place"
             raise CheckpointError(
                 f"{path}: changed while it was read ({what}); nothing was published"
             )

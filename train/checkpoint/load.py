@@ -19,6 +19,7 @@ from shardwright.ckpt.formats.megatron.torch_dist import reader as megatron_dist
 from shardwright.ckpt.model.dtypes import FROM_TORCH
 from shardwright.ckpt.model.manifest import Manifest, category_of
 from shardwright.ckpt.move import live
+from shardwright.ckpt.move.storage import Where, storage_path
 from shardwright.ckpt.reader import follow, read_checkpoint
 
 from ..core import rng
@@ -89,8 +90,9 @@ def load(
     return Loaded(ckpt, ckpt.step or 0, ckpt.manifest.state, had_moments, random)
 
 
-def describes_itself(where: Path) -> bool:
+def describes_itself(path: Where) -> bool:
     """Whether the model is told by Megatron-LM's args, for want of a config.json."""
+    where = storage_path(path)
     own = megatron.sniff(where) or megatron_dist.sniff(where)
     return own and not (where / "config.json").is_file()
 

@@ -25,7 +25,8 @@ import xxhash
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.move.files import Files, digest
 from shardwright.ckpt.move.progress import Progress
-from shardwright.ckpt.move.publish import OutputTransaction, Seen, check_unchanged, snapshot
+from shardwright.ckpt.move.publish import OutputTransaction, check_unchanged, snapshot
+from shardwright.ckpt.move.storage import FileIdentity
 
 from ..errors import TrainError
 from . import documents
@@ -158,7 +159,7 @@ class _Job:
     """Text to tokenise, and everything that decides the result."""
 
     paths: Sequence[Path]
-    seen: dict[str, Seen]  # the files' sizes, times and inodes before they were first read
+    seen: dict[str, FileIdentity]  # the files' sizes, times and inodes before they were first read
     data_key: str
     tokenizer: Tokenizer
     vocab_size: int

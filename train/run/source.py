@@ -54,7 +54,7 @@ def find_source(config: TrainConfig) -> Source:
             )
         resume = config.saving.save_dir
     if resume is not None:
-        where = follow(resume)
+        where = Path(follow(resume))
         model = _config_file(config.model.path) if config.model.path else where / "config.json"
         if not model.is_file():
             return Source(where, where, where, resumes=True, described=_described(where))
@@ -62,7 +62,7 @@ def find_source(config: TrainConfig) -> Source:
     assert config.model.path is not None
     folder = Path(config.model.path).expanduser()
     if folder.is_dir() and describes_itself(folder):
-        where = follow(folder)
+        where = Path(follow(folder))
         return Source(where, where, where, resumes=False, described=_described(where))
     path = _config_file(config.model.path)
     if not Path(config.model.path).expanduser().is_dir():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import PurePath
 
 from ...checkpoint.types import Container
 from ...containers import safetensors, torch_zip
+from ...move.storage import StoragePath
 
 NAME = "hf"
 # In the order in which transformers looks for them.
@@ -15,7 +16,7 @@ INDEX = {name: name + ".index.json" for name in SINGLE}
 SPLIT = re.compile(r"(model|pytorch_model)-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 
-def container_of(path: Path) -> Container:
+def container_of(path: StoragePath | PurePath) -> Container:
     """The container of a file, by its ending."""
     return safetensors if path.suffix == ".safetensors" else torch_zip
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ...checkpoint.config import find_config, load_model
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
@@ -23,11 +22,12 @@ from ...model.family import Model
 from ...model.file_layout import Entry, Index
 from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
 from ...model.placement import logical_shapes
+from ...move.storage import StoragePath
 from ..side_files import resolve, side_files, skipped_links
 from .names import INDEX, NAME, SINGLE, SPLIT, container_of
 
 
-def sniff(path: Path) -> bool:
+def sniff(path: StoragePath) -> bool:
     """Whether ``path`` is a weights file or a folder that transformers would open."""
     if path.is_file():
         return path.suffix in (".safetensors", ".bin", ".pt", ".pth")
@@ -37,7 +37,7 @@ def sniff(path: Path) -> bool:
     )
 
 
-def read(path: Path, options: ReadOptions) -> Checkpoint:
+def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     """The checkpoint at a folder or file; raises with every fault of names and shapes."""
     _check_options(path, options)
     folder = path if path.is_dir() else path.parent
@@ -67,7 +67,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     return result
 
 
-def _check_options(path: Path, options: ReadOptions) -> None:
+def _check_options(path: StoragePath, options: ReadOptions) -> None:
     """Options that Hugging Face files leave no room for are refused, not ignored."""
     if options.layout:
         tags = ", ".join(f"{tag}={value}" for tag, value in options.layout.items())
@@ -138,7 +138,7 @@ def _cut_vocabulary(
         )
 
 
-def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> None:
+def _check_against(model: Model, metas: dict[str, TensorMeta], path: StoragePath) -> None:
     """Names and shapes must be those of the family's table; all faults at once.
 
     Puts ``metas`` into the table's order, in which outputs are written.
@@ -167,7 +167,7 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: Path) -> No
     metas.update(ordered)
 
 
-def _model(config: Path | None, options: ReadOptions) -> Model | None:
+def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
     """The family's view of the config; None where there is no table for the model."""
     if config is None:
         return None
@@ -176,7 +176,7 @@ def _model(config: Path | None, options: ReadOptions) -> Model | None:
     return load_model(config, options.vocab_size) if known and kind is not None else None
 
 
-def _unknown_model(config: Path) -> str:
+def _unknown_model(config: StoragePath) -> str:
     """The refusal of a job that has to know how a model is packed."""
     try:
         load_model(config)
@@ -185,24 +185,24 @@ def _unknown_model(config: Path) -> str:
     return ""
 
 
-def _indices(path: Path) -> Iterator[Index]:
+def _indices(path: StoragePath) -> Iterator[Index]:
     """The index of every weights file, in the order of their names."""
     if path.is_file():
-        yield container_of(path).index(str(path))
+        yield container_of(path).index(path)
         return
     for single, index in INDEX.items():
-        if (path / single).exists() or (path / single).is_symlink():
+        if (path / single).is_named():
             file = resolve(path, single, path)
-            yield container_of(file).index(str(file))
+            yield container_of(file).index(file)
             return
-        if (path / index).exists() or (path / index).is_symlink():
+        if (path / index).is_named():
             yield from _split_indices(path, path / index)
             return
     parts = sorted(c.name for c in path.iterdir() if SPLIT.fullmatch(c.name))
     raise CheckpointError(f"{path}: holds {parts[0]} but no index that names the parts")
 
 
-def _split_indices(folder: Path, index: Path) -> Iterator[Index]:
+def _split_indices(folder: StoragePath, index: StoragePath) -> Iterator[Index]:
     """The parts that an index names; what it says must be what the parts hold."""
     table = load_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -210,7 +210,7 @@ def _split_indices(folder: Path, index: Path) -> Iterator[Index]:
     faults = []
     for name in sorted({n if isinstance(n, str) else repr(n) for n in table.values()}):
         file = resolve(folder, name, index)
-        part = container_of(file).index(str(file))
+        part = container_of(file).index(file)
         said = {fqn for fqn, where in table.items() if where == name}
         lacking = said - set(part.entries)
         faults += [f"{file}: lacks {fqn}, which {index.name} places there" for fqn in lacking]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...checkpoint.config import find_config, load_model, model_from
@@ -20,6 +19,7 @@ from ...containers.pickles import Global
 from ...errors import CheckpointError
 from ...model.dtypes import TO_TORCH
 from ...model.family import Model
+from ...move.storage import StoragePath
 from .args_codec import decode
 
 Args = dict[str, object]
@@ -49,7 +49,11 @@ _LATER = {"num_experts": "experts"}
 
 
 def model_from_args(
-    args: Mapping[str, object], origin: str, options: ReadOptions, padded_vocab: int, folder: Path
+    args: Mapping[str, object],
+    origin: str,
+    options: ReadOptions,
+    padded_vocab: int,
+    folder: StoragePath,
 ) -> tuple[Model, dict[str, object] | None, list[str]]:
     """The model, the config.json that args make (None where the user's is used), and notes.
 

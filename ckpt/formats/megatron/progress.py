@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
-from pathlib import Path
 
 from ...containers import torch_zip
 from ...model.dtypes import ITEMSIZE
 from ...model.file_layout import Index
 from ...move.files import Files
+from ...move.storage import StoragePath
 
 TRAIN_STATE = "train_state.pt"  # of Megatron-Bridge, in the iteration's folder
 _FOLDER = re.compile(r"iter_(\d{7,18})")
@@ -30,18 +30,18 @@ def scalar(index: Index, name: str) -> int | float | None:
     return value
 
 
-def train_state(folder: Path) -> dict[str, int | float]:
+def train_state(folder: StoragePath) -> dict[str, int | float]:
     """The numbers of Megatron-Bridge's train_state.pt; empty where there is none."""
     file = folder / TRAIN_STATE
     if not file.is_file():
         return {}
-    index = torch_zip.index(str(file))
+    index = torch_zip.index(file)
     found = {str(key): value for key, value in index.extra.items() if _is_count(value)}
     tensors = {name: scalar(index, name) for name in index.entries}
     return {**found, **{k: v for k, v in tensors.items() if v is not None}}  # type: ignore[dict-item]
 
 
-def iteration(root: Mapping[str, object], folder: Path, notes: list[str]) -> int | None:
+def iteration(root: Mapping[str, object], folder: StoragePath, notes: list[str]) -> int | None:
     """The iteration of a save; None for a ``release``, which is no state of a run.
 
     Files say it as ``iteration``, old ones as ``total_iters``, Megatron-Bridge in a file of its
@@ -60,7 +60,7 @@ def iteration(root: Mapping[str, object], folder: Path, notes: list[str]) -> int
     return int(match[1])
 
 
-def samples(args: Mapping[str, object], folder: Path) -> int | None:
+def samples(args: Mapping[str, object], folder: StoragePath) -> int | None:
     """Training samples consumed."""
     for said in (args.get(_SAMPLES), train_state(folder).get(_SAMPLES)):
         if _is_count(said):

@@ -9,12 +9,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...checkpoint.types import Container
 from ...containers import safetensors, torch_zip
 from ...errors import CheckpointError, raise_all
 from ...model.mesh import AXES, Coord, Mesh
+from ...move.storage import StoragePath
 
 NAME = "shards"
 VERSION = "1.0"
@@ -27,14 +27,14 @@ FILE = re.compile(r"(model|pytorch_model|optimizer)((?:_[a-z]+_\d+)+)\.(safetens
 class RankNames:
     """The rank files of a folder by kind and coordinate."""
 
-    model: dict[Coord, Path]
-    optimizer: dict[Coord, Path]
+    model: dict[Coord, StoragePath]
+    optimizer: dict[Coord, StoragePath]
     suffix: str  # "safetensors" or "bin"
 
 
-def scan(path: Path) -> RankNames:
+def scan(path: StoragePath) -> RankNames:
     """Rank files by their integers: ``tp_10`` sorts after ``tp_2``."""
-    kinds: dict[str, dict[Coord, Path]] = {"model": {}, "optimizer": {}}
+    kinds: dict[str, dict[Coord, StoragePath]] = {"model": {}, "optimizer": {}}
     spellings: dict[str, str] = {}
     for child in path.iterdir():
         match = FILE.fullmatch(child.name)
@@ -62,7 +62,11 @@ def scan(path: Path) -> RankNames:
 
 
 def check_files(
-    path: Path, found: Mapping[Coord, Path], shape: Mapping[str, int], suffix: str, kind: str
+    path: StoragePath,
+    found: Mapping[Coord, StoragePath],
+    shape: Mapping[str, int],
+    suffix: str,
+    kind: str,
 ) -> None:
     """The set of files must be the mesh's, no more and no less."""
     mesh = Mesh(tuple(shape.items()))

@@ -10,11 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...checkpoint.config import find_config, load_model
 from ...checkpoint.json_io import load_json, read_digests
@@ -28,6 +26,7 @@ from ...model.layout import check_layout
 from ...model.manifest import STATES, Manifest, SideFile
 from ...model.mesh import AXES, Coord, Mesh, named_axes, split_by_counts
 from ...model.placement import Placement
+from ...move.storage import StoragePath
 from ..megatron.names import EXTRA, FUSED_NORMS
 from ..side_files import side_files, skipped_links
 from .names import (
@@ -46,7 +45,7 @@ STATE_KEYS = ("step", "schedule", "param_groups", "data", "megatron")
 _RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
 
 
-def sniff(path: Path) -> bool:
+def sniff(path: StoragePath) -> bool:
     """Whether ``path`` is a folder of rank files."""
     if not path.is_dir():
         return False
@@ -65,9 +64,9 @@ class _Header:
     table: Mapping[str, object]  # checkpoint.json; empty for a foreign folder
 
 
-def read(path: Path, options: ReadOptions) -> Checkpoint:
+def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     """The checkpoint in a folder of rank files; raises with every fault found."""
-    table = load_json(path / CHECKPOINT) if os.path.lexists(path / CHECKPOINT) else {}
+    table = load_json(path / CHECKPOINT) if (path / CHECKPOINT).is_named() else {}
     _check_version(path, table)
     _check_kinds(path, table)
     names = scan(path)
@@ -91,7 +90,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     return found
 
 
-def _check_version(path: Path, table: Mapping[str, object]) -> None:
+def _check_version(path: StoragePath, table: Mapping[str, object]) -> None:
     version = str(table.get("format_version", VERSION))
     if version.split(".")[0] != VERSION.split(".")[0]:
         raise CheckpointError(
@@ -100,7 +99,7 @@ def _check_version(path: Path, table: Mapping[str, object]) -> None:
         )
 
 
-def _check_kinds(path: Path, table: Mapping[str, object]) -> None:
+def _check_kinds(path: StoragePath, table: Mapping[str, object]) -> None:
     """Values that nothing here is decided by are refused too where they cannot be what they say."""
     for key, kind in (("format_version", str), ("dtype", str), ("family", str)):
         if key in table and not isinstance(table[key], kind):
@@ -114,14 +113,14 @@ def _check_kinds(path: Path, table: Mapping[str, object]) -> None:
         )
 
 
-def _vocab(path: Path, table: Mapping[str, object], options: ReadOptions) -> int | None:
+def _vocab(path: StoragePath, table: Mapping[str, object], options: ReadOptions) -> int | None:
     said = table.get("vocab_size")
     if said is not None and (type(said) is not int or said <= 0):
         raise CheckpointError(f"{path / CHECKPOINT}: vocab_size is {said!r}")
     return filled(said, options.vocab_size, "--vocab-size", f"{path / CHECKPOINT}: vocab_size")
 
 
-def _mesh_shape(path: Path, names: RankNames, table: Mapping[str, object]) -> dict[str, int]:
+def _mesh_shape(path: StoragePath, names: RankNames, table: Mapping[str, object]) -> dict[str, int]:
     """Axis -> size, from checkpoint.json, else from the largest rank numbers."""
     said = table.get("mesh")
     if said is None:
@@ -139,12 +138,12 @@ def _mesh_shape(path: Path, names: RankNames, table: Mapping[str, object]) -> di
     return {a: said.get(a, 1) for a in (*AXES, "dp")}
 
 
-def _rank_index(file: Path) -> Index:
-    return container(file.suffix[1:]).index(str(file))
+def _rank_index(file: StoragePath) -> Index:
+    return container(file.suffix[1:]).index(file)
 
 
 def _header(
-    path: Path,
+    path: StoragePath,
     table: Mapping[str, object],
     model: Model,
     indices: Mapping[Coord, Index],
@@ -172,7 +171,7 @@ def _header(
 
 
 def _recorded_stages(
-    file: Path, stages: object, pp: int, count: int
+    file: StoragePath, stages: object, pp: int, count: int
 ) -> tuple[tuple[int, ...], ...]:
     """Layers of each stage: so many in turn, or those listed where stages interleave."""
     if not isinstance(stages, list):
@@ -200,7 +199,7 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d{1,9})(\..*)")
 
 
 def _detect_stages(
-    path: Path, indices: Mapping[Coord, Index], count: int
+    path: StoragePath, indices: Mapping[Coord, Index], count: int
 ) -> tuple[tuple[int, ...], ...]:
     """Global layer numbers of each stage of a foreign folder, whatever numbers it uses."""
     found: dict[int, set[int]] = {}
@@ -226,7 +225,7 @@ class _Reader:
 
     def __init__(
         self,
-        path: Path,
+        path: StoragePath,
         header: _Header,
         model: Model,
         names: RankNames,
@@ -310,7 +309,7 @@ class _Reader:
     def _check_sizes(self) -> None:
         for name, (size, _) in self.result.digests.items():
             file = self.path / name
-            now = file.stat().st_size if file.is_file() else None
+            now = file.size() if file.is_file() else None
             if now != size:
                 raise CheckpointError(
                     f"{file}: {'is missing' if now is None else f'has {now} bytes'}, "

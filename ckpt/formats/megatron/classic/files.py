@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ....checkpoint.json_io import CHECKSUMS, load_json, read_digests
 from ....containers import torch_zip
@@ -16,6 +15,7 @@ from ....errors import CheckpointError, raise_all
 from ....model.file_layout import Entry, Index
 from ....model.manifest import SideFile
 from ....model.mesh import Coord, Mesh
+from ....move.storage import StoragePath
 from ... import foreign as deepspeed
 from ...native.names import MAX_RANKS
 from .. import args_codec
@@ -53,12 +53,12 @@ _SAME_ARGS = (
 )
 
 
-def iterations(path: Path) -> list[Path]:
+def iterations(path: StoragePath) -> list[StoragePath]:
     """The folders of iterations in a save folder."""
     return sorted(c for c in path.iterdir() if ITERATION.fullmatch(c.name))
 
 
-def is_dist(path: Path) -> bool:
+def is_dist(path: StoragePath) -> bool:
     """Whether an iteration is of the distributed format, finished or not."""
     names = ("metadata.json", ".metadata", "common.pt")
     if any((path / name).exists() for name in names):
@@ -66,12 +66,12 @@ def is_dist(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.distcp"))
 
 
-def has_ranks(path: Path) -> bool:
+def has_ranks(path: StoragePath) -> bool:
     """Whether rank folders lie here. Files of such names are DeepSpeed's."""
     return any(RANK.fullmatch(c.name) and c.is_dir() for c in path.iterdir())
 
 
-def iteration_folder(path: Path, wanted: int | None) -> Path:
+def iteration_folder(path: StoragePath, wanted: int | None) -> StoragePath:
     """The folder of an iteration: ``wanted``, else the one that the tracker names."""
     tracker = path / TRACKER
     if not tracker.is_file() and not iterations(path):
@@ -83,7 +83,7 @@ def iteration_folder(path: Path, wanted: int | None) -> Path:
     else:
         if not tracker.is_file():
             raise CheckpointError(f"{tracker}: is missing; name an iteration with --iteration N")
-        text = tracker.read_text(errors="replace").strip()
+        text = tracker.read_text().strip()
         if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
             raise CheckpointError(
                 f"{tracker}: says {text[:80]!r}, neither an iteration nor 'release'; iterations "
@@ -107,7 +107,7 @@ def iteration_name(step: int | None) -> str:
     return "release" if step is None else f"iter_{step:07d}"
 
 
-def _listed_iterations(path: Path) -> str:
+def _listed_iterations(path: StoragePath) -> str:
     return ", ".join(c.name for c in iterations(path)) or "none"
 
 
@@ -115,7 +115,7 @@ def _listed_iterations(path: Path) -> str:
 class RankFile:
     """One rank's model_optim_rng.pt."""
 
-    folder: Path
+    folder: StoragePath
     index: Index
     args: dict[str, object]
     lost: list[str]  # args that cannot travel
@@ -129,7 +129,7 @@ class RankFile:
         return self.index.path
 
 
-def rank_files(folder: Path) -> dict[Coord, RankFile]:
+def rank_files(folder: StoragePath) -> dict[Coord, RankFile]:
     """Every rank's file by tensor and pipeline rank, complete, and all of one save."""
     found = []
     for child in sorted(folder.iterdir()):
@@ -162,7 +162,7 @@ def rank_files(folder: Path) -> dict[Coord, RankFile]:
     return dict(sorted(placed.items()))
 
 
-def others(folder: Path) -> str:
+def others(folder: StoragePath) -> str:
     """What else there is to read where the folder of an iteration is not whole; or ""."""
     have = [c.name for c in iterations(folder.parent) if c != folder]
     if not ITERATION.fullmatch(folder.name) or not have:
@@ -170,12 +170,12 @@ def others(folder: Path) -> str:
     return f"; other iterations here: {', '.join(have)} (--iteration N picks one)"
 
 
-def _weights_file(folder: Path) -> Path | None:
+def _weights_file(folder: StoragePath) -> StoragePath | None:
     """The file of a rank's weights; Megatron-LM itself writes the first of the names."""
     return next((folder / name for name in FILES if (folder / name).is_file()), None)
 
 
-def _check_files(folder: Path, ranks: list[Path]) -> None:
+def _check_files(folder: StoragePath, ranks: list[StoragePath]) -> None:
     """Every rank folder has its weights; all that lack them are named."""
     faults = []
     for child in ranks:
@@ -189,10 +189,10 @@ def _check_files(folder: Path, ranks: list[Path]) -> None:
     raise_all(faults, f"{folder}: an unfinished save{others(folder)}" if faults else "")
 
 
-def _rank_file(folder: Path) -> RankFile:
+def _rank_file(folder: StoragePath) -> RankFile:
     file = _weights_file(folder)
     assert file is not None, "checked before"
-    index = torch_zip.index(str(file))
+    index = torch_zip.index(file)
     version = index.extra.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version not in VERSIONS:
         raise CheckpointError(f"{file}: checkpoint_version {version!r}; 0, 1, 2 and 3 are known")
@@ -281,7 +281,7 @@ def size_of(args: Mapping[str, object], axis: str) -> int | None:
     return said if type(said) is int and said > 0 else None
 
 
-def _check_set(folder: Path, ranks: Mapping[Coord, RankFile]) -> None:
+def _check_set(folder: StoragePath, ranks: Mapping[Coord, RankFile]) -> None:
     """The ranks must be those of args, each once, of one save."""
     args = next(iter(ranks.values())).args
     sizes = {}
@@ -322,7 +322,7 @@ def _differing(what: str, said: Mapping[str, object]) -> list[str]:
     return [f"the ranks are of different saves: {what} is {rows}"]
 
 
-def recorded(path: Path, folder: Path) -> dict[str, tuple[int, str]]:
+def recorded(path: StoragePath, folder: StoragePath) -> dict[str, tuple[int, str]]:
     """Sizes and digests of an iteration's files, by paths below ``path``.
 
     They are recorded beside the folders of iterations, also where ``path`` is one of these.
@@ -337,7 +337,7 @@ def recorded(path: Path, folder: Path) -> dict[str, tuple[int, str]]:
     return {name[cut:]: row for name, row in found.items() if name.startswith(below)}
 
 
-def beside(path: Path) -> tuple[list[SideFile], list[str]]:
+def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
     """Files that travel with the weights (config, tokenizer), and notes on those that do not."""
     sides, accelerate, rest = [], [], []
     own = {TRACKER, CHECKSUMS, "progress.txt", *FILES, FLAT}

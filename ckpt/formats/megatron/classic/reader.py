@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, filled
 from ....errors import CheckpointError, raise_all
@@ -25,6 +24,7 @@ from ....model.layout import check_layout
 from ....model.manifest import Manifest, SideFile
 from ....model.mesh import Coord
 from ....model.placement import Placed, Placement
+from ....move.storage import StoragePath
 from .. import args as megatron_args
 from .. import args_codec, progress
 from .. import names as megatron_names
@@ -37,7 +37,7 @@ NAME = "megatron"
 PACKING = {0: "per_rank", 1: "per_row", 2: "per_group", 3: "per_group"}  # by checkpoint version
 
 
-def sniff(path: Path) -> bool:
+def sniff(path: StoragePath) -> bool:
     """Whether ``path`` is such a folder, or the folder of one of its iterations."""
     if not path.is_dir():
         return False
@@ -46,7 +46,7 @@ def sniff(path: Path) -> bool:
     return megatron_files.has_ranks(path) and not megatron_files.is_dist(path)
 
 
-def read(path: Path, options: ReadOptions) -> Checkpoint:
+def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     """The checkpoint; raises CheckpointError with what does not fit."""
     folder = iteration_folder(path, options.iteration)
     ranks = megatron_files.rank_files(folder)
@@ -58,8 +58,8 @@ class _Reader:
 
     def __init__(
         self,
-        path: Path,
-        folder: Path,
+        path: StoragePath,
+        folder: StoragePath,
         ranks: dict[Coord, megatron_files.RankFile],
         options: ReadOptions,
     ) -> None:

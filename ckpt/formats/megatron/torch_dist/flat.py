@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ....containers.dcp import Blob, BlobSlice, Stored
 from ....errors import CheckpointError
@@ -19,6 +18,7 @@ from ....model.family import Model, build_mesh
 from ....model.layout import default_layout
 from ....model.mesh import split_by_counts, split_evenly
 from ....model.placement import Placed, Placement
+from ....move.storage import StoragePath
 from .. import optimizer as megatron_optim
 from ..classic import files as megatron_files
 from ..optimizer import Param, registration_key
@@ -36,7 +36,7 @@ Stages = list[list[tuple[int, ...]]]  # virtual stage -> pipeline rank -> layers
 class SavedRun:
     """What is known of the run that wrote the buffers, and where its state is collected."""
 
-    folder: Path
+    folder: StoragePath
     args: Mapping[str, object]
     model: Model
     padded: int  # vocabulary rows

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from ....checkpoint.json_io import load_json
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
@@ -35,6 +34,7 @@ from ....model.file_layout import Index
 from ....model.layout import check_layout, default_layout
 from ....model.manifest import Chunk, Manifest, SideFile, category_of
 from ....model.placement import Piece, Placed, Placement, restrict
+from ....move.storage import StoragePath
 from .. import args as megatron_args
 from .. import args_codec, progress
 from .. import names as megatron_names
@@ -60,7 +60,7 @@ _OBJECTS = {  # objects that stay behind: part of the key -> reason
 }
 
 
-def sniff(path: Path) -> bool:
+def sniff(path: StoragePath) -> bool:
     """Whether ``path`` is such a folder, or the folder of one of its iterations."""
     if not path.is_dir():
         return False
@@ -72,7 +72,7 @@ def sniff(path: Path) -> bool:
     return megatron_files.is_dist(path)
 
 
-def read(path: Path, options: ReadOptions) -> Checkpoint:
+def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     """The checkpoint; raises CheckpointError with what does not fit."""
     folder = path / "dist_ckpt" if (path / "dist_ckpt").is_dir() else path
     folder = iteration_folder(folder, options.iteration)
@@ -82,7 +82,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     return _Reader(path, folder, options).checkpoint()
 
 
-def _check_kind(folder: Path) -> None:
+def _check_kind(folder: StoragePath) -> None:
     """Only finished saves of the one backend."""
     file = folder / DESCRIBES
     if not file.is_file():
@@ -104,10 +104,10 @@ def _check_kind(folder: Path) -> None:
         )
 
 
-def _common(folder: Path, listing: dcp.Listing) -> Index:
+def _common(folder: StoragePath, listing: dcp.Listing) -> Index:
     """What belongs to no rank: common.pt, or since megatron-core 0.20 an object in a blob."""
     if (folder / COMMON).is_file():
-        return torch_zip.index(str(folder / COMMON))
+        return torch_zip.index(folder / COMMON)
     name = next((name for name in listing.objects if _COMMON_OBJECT.fullmatch(name)), None)
     if name is None:
         raise CheckpointError(
@@ -125,7 +125,7 @@ def _common(folder: Path, listing: dcp.Listing) -> Index:
 class _Reader:
     """Reads one iteration."""
 
-    def __init__(self, path: Path, folder: Path, options: ReadOptions) -> None:
+    def __init__(self, path: StoragePath, folder: StoragePath, options: ReadOptions) -> None:
         self.path, self.folder, self.options = path, folder, options
         self.listing = dcp.listing(folder)
         self.common = _common(folder, self.listing)
@@ -228,7 +228,7 @@ class _Reader:
         result.layout = {**self.layout, "glu": "flat"}
         count = Counter(b.file for s in self.listing.tensors.values() for b in s.blobs)
         for file, size in sorted(self.listing.files.items()):
-            result.files.append(FileSummary(file, "", size, count[file]))
+            result.files.append(FileSummary(str(file), "", size, count[str(file)]))
         described = (self.folder / name for name in (DESCRIBES, METADATA, COMMON))
         result.described_by = tuple(str(file) for file in described if file.is_file())
         result.digests = megatron_files.recorded(self.path, self.folder)
@@ -412,7 +412,7 @@ class _Reader:
 
 
 def _shifted_masters(
-    folder: Path, names: Sequence[str], chunks: Mapping[str, Sequence[Chunk]]
+    folder: StoragePath, names: Sequence[str], chunks: Mapping[str, Sequence[Chunk]]
 ) -> str:
     """megatron-core 0.16.1 may write fully reshardable state shifted: masters then differ."""
     from ..optimizer_reader import differing_chunks

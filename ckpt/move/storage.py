@@ -1,0 +1,377 @@
+"""Where files lie: what a storage can do, the local file system, and paths bound to a storage.
+
+Containers, formats and the executor know files only through a ``Storage``, so that another one,
+in memory or remote, needs no change of theirs. Readers hold a ``StoragePath``: it has the methods
+of ``pathlib`` that they need, asks its storage, and turns refusals into ``CheckpointError``. A file
+is looked at once it is open, and never more of it is read than the size that it had then: a pipe,
+a device or a kernel's file, which has no size, can neither block nor go on without end.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Protocol
+
+from ..errors import CheckpointError
+
+MAX_PARSED_BYTES = 100_000_000  # of a file that is read whole: what safetensors allows a header
+
+FILE, FOLDER, LINK, OTHER = "file", "folder", "link", "other"  # what may lie at a path
+
+FileIdentity = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What lies at a path."""
+
+    kind: str  # FILE, FOLDER, LINK (only where links are not followed) or OTHER
+    size: int  # bytes
+    identity: FileIdentity  # size first; another one means another file, or other bytes
+
+
+class Storage(Protocol):
+    """Files under text paths. Every method raises OSError where the storage refuses.
+
+    ``open`` and ``create`` return a number that stands for the open file, as descriptors do.
+    Reads and writes say where they begin, so that threads may share an open file; they may move
+    fewer bytes than asked.
+    """
+
+    def stat(self, path: str, *, follow: bool = True) -> Stat | None:
+        """What lies at ``path``; None where nothing does. ``follow``: at the end of its links."""
+        ...
+
+    def list(self, folder: str) -> list[str]:
+        """The names in a folder, in any order."""
+        ...
+
+    def real(self, path: str) -> str:
+        """``path`` made absolute, with every link followed."""
+        ...
+
+    def open(self, path: str, *, write: bool = False) -> int: ...
+
+    def create(self, path: str, size: int) -> int:
+        """A new file of ``size`` zeros, open for reading and writing; replaces an old one."""
+        ...
+
+    def stat_open(self, file: int) -> Stat: ...
+
+    def read(self, file: int, into: memoryview, offset: int) -> int:
+        """Bytes read; 0 at the end of the file."""
+        ...
+
+    def write(self, file: int, data: memoryview, offset: int) -> int: ...
+
+    def copy(self, src: int, dst: int, length: int, src_offset: int, dst_offset: int) -> int | None:
+        """Bytes copied without passing through this process; None where that cannot be done."""
+        ...
+
+    def sync(self, file: int) -> None:
+        """Returns once every byte written is durable."""
+        ...
+
+    def close(self, file: int) -> None: ...
+
+    def make_folder(self, path: str) -> None:
+        """Makes a folder, and those above it; one that is there is kept."""
+        ...
+
+    def rename(self, path: str, to: str) -> None:
+        """A file or folder gets another path at once, whole; a file that has it is replaced."""
+        ...
+
+    def free_bytes(self, folder: str) -> int | None:
+        """The room that is left; None where the storage does not know."""
+        ...
+
+
+# --- the local file system --------------------------------------------------------------------
+
+# copy_file_range refuses with one of these where the file systems, the kernel or a sandbox
+# cannot do it; plain reads and writes always can.
+_NO_COPY = {
+    errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM,
+    errno.EACCES, errno.ETXTBSY, errno.EOVERFLOW, errno.ENOTSUP, errno.EIO,
+}  # fmt: skip
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+
+
+def _preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+    """``os.preadv`` for systems that lack it."""
+    data = os.pread(fd, len(buffers[0]), offset)
+    buffers[0][: len(data)] = data
+    return len(data)
+
+
+# Module attributes, so that a test can stand in for a system without them, or with short calls.
+PREADV: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _preadv)
+PWRITE: Callable[[int, memoryview, int], int] = os.pwrite
+KERNEL_COPY: Callable[[int, int, int, int, int], int] | None = getattr(os, "copy_file_range", None)
+
+
+class LocalStorage:
+    """The file system of this machine, with whatever is mounted there."""
+
+    def stat(self, path: str, *, follow: bool = True) -> Stat | None:
+        try:
+            return _stat(os.stat(path, follow_symlinks=follow))
+        except OSError as error:
+            if error.errno in _NOTHING_THERE:
+                return None
+            raise
+        except ValueError:  # a NUL in the name
+            return None
+
+    def list(self, folder: str) -> list[str]:
+        return os.listdir(folder)
+
+    def real(self, path: str) -> str:
+        return os.path.realpath(path)
+
+    def open(self, path: str, *, write: bool = False) -> int:
+        # A pipe opened without O_NONBLOCK would wait for its other end.
+        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "is not a regular file", path)
+        return fd
+
+    def create(self, path: str, size: int) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def stat_open(self, file: int) -> Stat:
+        return _stat(os.fstat(file))
+
+    def read(self, file: int, into: memoryview, offset: int) -> int:
+        return PREADV(file, [into], offset)
+
+    def write(self, file: int, data: memoryview, offset: int) -> int:
+        return PWRITE(file, data, offset)
+
+    def copy(self, src: int, dst: int, length: int, src_offset: int, dst_offset: int) -> int | None:
+        if KERNEL_COPY is None:
+            return None
+        try:
+            return KERNEL_COPY(src, dst, length, src_offset, dst_offset)
+        except OSError as error:
+            if error.errno in _NO_COPY:
+                return None
+            raise
+
+    def sync(self, file: int) -> None:
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def make_folder(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def rename(self, path: str, to: str) -> None:
+        os.replace(path, to)
+
+    def free_bytes(self, folder: str) -> int | None:
+        room = os.statvfs(folder)
+        return room.f_bavail * room.f_frsize
+
+
+def _stat(info: os.stat_result) -> Stat:
+    kinds = {stat.S_IFREG: FILE, stat.S_IFDIR: FOLDER, stat.S_IFLNK: LINK}
+    identity = (info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
+    return Stat(kinds.get(stat.S_IFMT(info.st_mode), OTHER), info.st_size, identity)
+
+
+LOCAL = LocalStorage()
+
+
+# --- paths ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoragePath:
+    """A path of a storage; what it is asked raises CheckpointError where the storage refuses."""
+
+    pure: PurePosixPath
+    storage: Storage = field(default=LOCAL, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return str(self.pure)
+
+    def __fspath__(self) -> str:
+        """The path for functions of the system, which a path of another storage is not for."""
+        if self.storage is not LOCAL:
+            raise TypeError(f"{self.pure} is no path of the local file system")
+        return str(self.pure)
+
+    def __truediv__(self, name: str | PurePosixPath) -> StoragePath:
+        return StoragePath(self.pure / name, self.storage)
+
+    @property
+    def name(self) -> str:
+        return self.pure.name
+
+    @property
+    def stem(self) -> str:
+        return self.pure.stem
+
+    @property
+    def suffix(self) -> str:
+        return self.pure.suffix
+
+    @property
+    def parent(self) -> StoragePath:
+        return StoragePath(self.pure.parent, self.storage)
+
+    @property
+    def parents(self) -> tuple[StoragePath, ...]:
+        return tuple(StoragePath(pure, self.storage) for pure in self.pure.parents)
+
+    def relative_to(self, folder: StoragePath) -> PurePosixPath:
+        """This path as it is spelled from ``folder`` on."""
+        return self.pure.relative_to(folder.pure)
+
+    def stat(self) -> Stat | None:
+        """What lies here, links followed; None where nothing does."""
+        with told(self):
+            return self.storage.stat(str(self.pure))
+
+    def is_file(self) -> bool:
+        return (found := self.stat()) is not None and found.kind == FILE
+
+    def is_dir(self) -> bool:
+        return (found := self.stat()) is not None and found.kind == FOLDER
+
+    def exists(self) -> bool:
+        return self.stat() is not None
+
+    def is_symlink(self) -> bool:
+        """Whether a symbolic link lies here, wherever it leads."""
+        with told(self):
+            found = self.storage.stat(str(self.pure), follow=False)
+        return found is not None and found.kind == LINK
+
+    def is_named(self) -> bool:
+        """Whether anything has this name, and be it a link that leads nowhere."""
+        return self.exists() or self.is_symlink()
+
+    def iterdir(self) -> list[StoragePath]:
+        """What lies in this folder, by name."""
+        with told(self):
+            return [self / name for name in sorted(self.storage.list(str(self.pure)))]
+
+    def glob(self, pattern: str) -> list[StoragePath]:
+        """What lies in this folder under a name of the shell's pattern."""
+        return [child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, pattern)]
+
+    def walk(self) -> Iterator[tuple[StoragePath, list[StoragePath], list[StoragePath]]]:
+        """(folder, folders in it, all else in it) of every folder below; linked ones are not
+        entered, since they may lead in circles. Folders taken from the list are not entered.
+        """
+        todo = [self]
+        while todo:
+            folder = todo.pop()
+            held = folder.iterdir()
+            folders = [child for child in held if child.is_dir()]
+            rest = set(folders)
+            yield folder, folders, [child for child in held if child not in rest]
+            todo += [child for child in reversed(folders) if not child.is_symlink()]
+
+    def real(self) -> StoragePath:
+        """The absolute path with every link followed."""
+        with told(self):
+            return StoragePath(PurePosixPath(self.storage.real(str(self.pure))), self.storage)
+
+    def size(self) -> int:
+        """Bytes of a regular file; CheckpointError for anything else."""
+        found = self.stat()
+        if found is None:
+            raise CheckpointError(f"{self}: {os.strerror(errno.ENOENT)}")
+        if found.kind != FILE:
+            raise CheckpointError(f"{self}: is not a regular file")
+        return found.size
+
+    @contextmanager
+    def opened(self) -> Iterator[OpenFile]:
+        """The regular file here, open to be read."""
+        with told(self):
+            file = self.storage.open(str(self.pure))
+        try:
+            with told(self):
+                found = self.storage.stat_open(file)
+            if found.kind != FILE:
+                raise CheckpointError(f"{self}: is not a regular file")
+            yield OpenFile(self, found.size, file)
+        finally:
+            self.storage.close(file)
+
+    def read_bytes(self, limit: int = MAX_PARSED_BYTES) -> bytes:
+        """The whole file, if it is no larger than ``limit``."""
+        with self.opened() as file:
+            if file.size > limit:
+                raise CheckpointError(
+                    f"{self}: {file.size} bytes; at most {limit} are read of such a file"
+                )
+            return file.read(0, file.size)
+
+    def read_text(self, limit: int = MAX_PARSED_BYTES) -> str:
+        """The whole file as UTF-8; what is none is replaced."""
+        return self.read_bytes(limit).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A regular file that is open to be read."""
+
+    path: StoragePath
+    size: int  # bytes, when it was opened
+    _file: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes from ``offset`` on, fewer where the file ends."""
+        length = max(0, min(length, self.size - offset))
+        into, done = memoryview(bytearray(length)), 0
+        while done < length:
+            try:
+                got = self.path.storage.read(self._file, into[done:], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path}: {error.strerror} at byte {offset + done}"
+                ) from error
+            if got == 0:
+                break
+            done += got
+        return bytes(into[:done])
+
+
+Where = StoragePath | str | os.PathLike[str]  # a text: a path of the local file system
+
+
+def storage_path(where: Where) -> StoragePath:
+    """A path bound to its storage."""
+    if isinstance(where, StoragePath):
+        return where
+    return StoragePath(PurePosixPath(os.path.expanduser(os.fspath(where))))
+
+
+@contextmanager
+def told(path: object) -> Iterator[None]:
+    """Turn OSError into CheckpointError, with the file that it is about."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error

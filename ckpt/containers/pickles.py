@@ -11,7 +11,7 @@ and a handler that copies what the pickle can name again and again pays from a b
 element per input byte. Values may nest as deeply as the input likes, so nothing here walks,
 hashes, compares or prints one without a limit.
 
-Leaves to torchzip.py: whether a storage exists, and whether a view lies inside it.
+Leaves to torch_zip.py: whether a storage exists, and whether a view lies inside it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tensors inside a decoded pickle, under names that say their place.
 
-Shared by the two forms of ``torch.save``: torchzip.py and torchlegacy.py.
+Shared by the two forms of ``torch.save``: torch_zip.py and torch_legacy.py.
 """
 
 from __future__ import annotations

@@ -558,7 +558,7 @@ def _no_memory_at_first() -> None:
     from shardwright.train.core import engine
 
     _wait_briefly()
-    _in_call(0, engine, "_forward_step", lambda: torch.empty(1 << 50), when=2)
+    _in_call(0, engine, "forward_step", lambda: torch.empty(1 << 50), when=2)
 
 
 def _wait_briefly(seconds: float = 5.0) -> None:
@@ -610,7 +610,7 @@ def _slow_forward() -> None:
     """Rank 1 computes slowly once."""
     from shardwright.train.core import engine
 
-    _slow_call(1, engine, "_forward_step")
+    _slow_call(1, engine, "forward_step")
 
 
 def _slow_network() -> None:
@@ -625,14 +625,14 @@ def _known_costs() -> None:
     """Passes forward take 10 ms for each layer, and for the output layer as long as for four."""
     from shardwright.train.core import engine
 
-    step = engine._forward_step
+    step = engine.forward_step
 
     def slow(run, batches, chunk):
         model = chunk.module
         time.sleep(0.01 * (len(model.decoder.layers) + 4 * model.post_process))
         return step(run, batches, chunk)
 
-    _patch(engine, "_forward_step", slow)
+    _patch(engine, "forward_step", slow)
 
 
 def _slow_disk() -> None:

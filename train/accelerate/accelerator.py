@@ -459,7 +459,10 @@ class Accelerator:
     def backward(self, loss: torch.Tensor) -> None:
         """Accept the loss of the last forward, whose backward has run inside the schedule."""
         if loss is self._loss and not loss.requires_grad:
-            raise TrainError("backward: the loss is of a model in eval mode; call model.train()")
+            raise TrainError(
+                "backward: the loss has no gradients, since its forward ran in eval mode or under "
+                "torch.no_grad(); call model.train() and leave no_grad out"
+            )
         if loss is not self._loss:
             raise TrainError(
                 "backward: this is not the loss that the prepared model returned last; its "
@@ -517,8 +520,7 @@ class Accelerator:
         if not self.sync_gradients:
             return None
         assert engine.optimizer is not None, "no optimizer was prepared"
-        engine.optimizer.prepare_grads()
-        norm = float(engine.optimizer.get_grad_norm())
+        norm = engine.grad_norm()
         self._set_clipping(float(max_norm))
         return torch.tensor(norm, device=self.device)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.engine import Batch, Engine, StepResult, described
+from ..core.engine import Engine, StepResult
+from ..core.losses import Batch, described
 from ..errors import TrainError
 from .loader import IGNORED
 from .param_groups import HANDED_ON
@@ -183,16 +184,16 @@ class PreparedModel:
         if batch.get("input_ids") is None:
             raise TrainError("the model needs input_ids; the batch has " + _listed(batch))
         self._check_length(batch["input_ids"].shape[1])
+        trains = self.training and torch.is_grad_enabled()
         how = {
             "forward_only": not self.training,
-            "reduce": self.accelerator.sync_gradients,
             "weight": 1.0 / self.accelerator.gradient_accumulation_steps,
         }
         if self.handler is not None:
             return self._custom_call(batch, how)
         labels = batch.get("labels")
         own_batch = self.accelerator.settings.hooks.get_batch
-        if self.training and labels is None and own_batch is None:
+        if trains and labels is None and own_batch is None:
             raise TrainError("the model is in train mode and the batch has no labels; add them, "
                              "or call model.eval()")  # fmt: skip
         wants_logits = self.accelerator.settings.model.return_logits or (
@@ -214,7 +215,7 @@ class PreparedModel:
 
         found = None
         if loss is not None:
-            found = self.accelerator.remember_loss(loss, self.training)
+            found = self.accelerator.remember_loss(loss, self.training and torch.is_grad_enabled())
         out = CausalLMOutput(loss=found, logits=logits)
         if self.engine.reported:
             out["reported"] = {

@@ -9,8 +9,8 @@ transformers normalises, or the mean of the micro-batches' own means; gradients 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,26 +22,18 @@ from shardwright.ckpt.model.family import Model
 from ..checkpoint.rank_state import RankState
 from ..config.schema import Optimizer
 from ..errors import TrainError
-from ..model.build import ModelOptions, build, padding_mask, stored_parameters, transformer_config
+from ..model.build import build, hidden_keys, stored_parameters, transformer_config
+from ..model.options import ModelOptions
 from ..patches import graphs
 from ..patches.megatron import import_megatron
 from . import optim
+from .gradients import Gradients
 from .layout import Layout, mesh_of
+from .losses import Batch, ForwardStep, LossFunction, Run, custom_step, forward_step
 from .process import Parallel
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
-
-# A micro-batch: tokens, labels, loss_mask, position_ids [b, s]; labels are those to predict at
-# each position. attention_mask (optional) [b, s]: 1 for a token, 0 for padding; or [b or 1, 1, s,
-# s]: true where a key is hidden, as in Megatron.
-Batch = Mapping[str, torch.Tensor]
-Reported = Mapping[str, torch.Tensor]
-# (loss_mask [b, s], losses [b, s], or (losses, logits) where logits are collected) -> the loss of
-# a micro-batch, and scalars to report; Accelerate's custom_loss_function.
-LossFunction = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Reported]]
-# (iterator over batches, chunk) -> (output, output -> (loss, scalars)); Megatron's forward step.
-ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable[[Any], Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +82,8 @@ class Engine:
         self.graphs = self._layer_graphs()
         self.optimizer: MegatronOptimizer | None = None
         self.view: optim.OptimizerView | None = None
+        finalize = import_megatron("distributed").finalize_model_grads
+        self.gradients = Gradients(self.chunks, finalize, options.overlap)
         self.reported: dict[str, float] = {}  # what the loss function reported in the last call
         self.faulty_rank: int | None = None  # the first whose loss or gradient was not finite
         self._set_hooks()
@@ -134,8 +128,12 @@ class Engine:
         ]
 
     def _set_hooks(self) -> None:
-        """What the schedule calls at the end of a backward pass."""
-        self._finalize = import_megatron("distributed").finalize_model_grads
+        """What the schedule calls before and during a backward pass.
+
+        ``finalize_model_grads_func`` stays empty: ``gradients`` reduces, and once in a step.
+        """
+        self._factor = 1.0  # of the loss, and of what layers add to it
+        self.config.grad_scale_func = self._scaled
         if self.options.overlap:
             self.config.no_sync_func = [c.no_sync for c in self.chunks]
             self.config.grad_sync_func = [c.start_grad_sync for c in self.chunks]
@@ -158,7 +156,10 @@ class Engine:
             overlap=self.options.overlap,
         )  # fmt: skip
         self.view = optim.OptimizerView(self.optimizer)
-        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What a backward pass starts with: megatron-core's one place to scale every loss."""
+        return (loss if self.optimizer is None else self.optimizer.scale_loss(loss)) * self._factor
 
     def rank_state(self) -> RankState:
         """What this rank saves and loads."""
@@ -213,8 +214,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        self.gradients.clear()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
@@ -223,26 +223,29 @@ class Engine:
         batches: Sequence[Batch],
         *,
         forward_only: bool = False,
-        reduce: bool = True,
+        reduce: bool = False,
         weight: float = 1.0,
         loss_function: LossFunction | None = None,
         collect: bool = False,
     ) -> tuple[float, list[torch.Tensor]]:
         """The loss of a batch, the same on every rank, and its gradients.
 
-        ``reduce`` sums gradients over the data-parallel ranks: False while more calls of the
-        same step follow. ``weight`` scales gradients, not the loss. With ``collect`` the last
+        Gradients add to those of earlier calls since ``zero_grad``. ``step`` and ``grad_norm``
+        reduce them over the ranks; ``reduce`` does it now, since no call of the step follows.
+        ``weight`` scales gradients, not the loss. ``forward_only`` computes in eval mode; under
+        ``torch.no_grad`` train mode computes no gradients either. With ``collect`` the last
         stage's logits [b, s, vocab of its tp rank] come back as well.
         """
         batches = [self._weighted(batch) for batch in batches]
-        total = self._total(sum(batch["portion"] for batch in batches), forward_only)
-        run = _Run(
-            len(batches) * weight / total, self.options.per_token_loss, loss_function, collect
-        )
+        backward = not forward_only and torch.is_grad_enabled()
+        total = self._total(sum(batch["portion"] for batch in batches), backward)
+        run = Run(self.options.per_token_loss, loss_function, collect)
         losses = self._schedule(
-            partial(_forward_step, run), batches, tuple(batches[0]["tokens"].shape),
-            forward_only, reduce,
+            partial(forward_step, run), batches, tuple(batches[0]["tokens"].shape),
+            not forward_only, backward, weight / total,
         )  # fmt: skip
+        if reduce:
+            self.gradients.reduce()
         return self._agree_on_loss(losses, total, loss_function is not None), run.logits
 
     def custom_forward_backward(
@@ -252,7 +255,6 @@ class Engine:
         shape: tuple[int, int],
         *,
         forward_only: bool = False,
-        reduce: bool = True,
         weight: float = 1.0,
     ) -> float:
         """The same with a forward step of Megatron's shape, which reads ``batches`` itself.
@@ -260,8 +262,10 @@ class Engine:
         The loss is the mean over micro-batches and data-parallel ranks. ``shape`` is [b, s].
         """
         count = len(batches) * self.parallel.dp
-        run = partial(_custom_step, step, len(batches) * weight / count)
-        losses = self._schedule(run, batches, shape, forward_only, reduce)
+        backward = not forward_only and torch.is_grad_enabled()
+        losses = self._schedule(
+            partial(custom_step, step), batches, shape, not forward_only, backward, weight / count
+        )
         return self._agree_on_loss(losses, float(count), custom=True)
 
     def _schedule(
@@ -269,18 +273,23 @@ class Engine:
         step: Callable[..., Any],
         batches: Sequence[Mapping[str, Any]],
         shape: tuple[int, ...],
-        forward_only: bool,
-        reduce: bool,
+        training: bool,
+        backward: bool,
+        factor: float,
     ) -> list[Mapping[str, Any]]:
-        """Run megatron-core's schedule; what the last stage's losses returned."""
-        self.config.finalize_model_grads_func = self._finalize if reduce else None
+        """Run megatron-core's schedule; what the last stage's losses returned.
+
+        ``factor`` scales gradients.
+        """
         schedules = import_megatron("pipeline_parallel.schedules")
         for chunk in self.chunks:
-            chunk.train(not forward_only)
-        if not forward_only:
+            chunk.train(training)
+        if backward:
+            self.gradients.begin_backward()
+            self._factor = factor
             for replayed in self.graphs:
                 replayed.prepare(len(batches))
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(backward):
             found: list[Mapping[str, Any]] = schedules.get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=self._iterators(batches),
@@ -288,7 +297,7 @@ class Engine:
                 num_microbatches=len(batches),
                 seq_length=shape[1],
                 micro_batch_size=shape[0],
-                forward_only=forward_only,
+                forward_only=not backward,
             )
         return found
 
@@ -317,10 +326,10 @@ class Engine:
         portion = mask.sum(dtype=torch.float64)
         if not self.options.per_token_loss:
             portion = (portion > 0).double()
-        hidden = _hidden_keys(batch.get("attention_mask"))
+        hidden = hidden_keys(batch.get("attention_mask"))
         return {**batch, "attention_mask": hidden, "loss_mask": mask, "portion": portion}
 
-    def _total(self, portions: torch.Tensor | int, forward_only: bool) -> float:
+    def _total(self, portions: torch.Tensor | int, backward: bool) -> float:
         """The portions of all data-parallel ranks."""
         total = float(portions)
         if self.parallel.dp > 1:  # else a GPU need not be waited for
@@ -328,7 +337,7 @@ class Engine:
             group = import_megatron("parallel_state").get_data_parallel_group()
             dist.all_reduce(box, group=group)
             total = float(box.item())
-        if total == 0 and forward_only:
+        if total == 0 and not backward:
             return 1.0  # nothing to predict: only logits are wanted
         if total == 0:
             raise TrainError("no token of this batch counts toward the loss: every label is masked")
@@ -414,10 +423,19 @@ class Engine:
         dist.broadcast(found, last, group=group)
         return found
 
-    def step(self) -> StepResult:
-        """Clip, step, and hand the new weights to the model."""
+    def grad_norm(self) -> float:
+        """The L2 norm of all gradients, before clipping; a collective."""
         assert self.optimizer is not None, "attach_optimizer first"
+        self.gradients.reduce()
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self) -> StepResult:
+        """Reduce what is not reduced, clip, step, and hand the new weights to the model."""
+        assert self.optimizer is not None, "attach_optimizer first"
+        self.gradients.reduce()
         done, norm, _ = self.optimizer.step()
+        self.gradients.after_step()
         norm = float(norm) if norm is not None else float(self.optimizer.get_grad_norm())
         trained: list[Any] = [p for p in self.named.values() if p.requires_grad]
         self._note_faults(norm, *(param.main_grad for param in trained))
@@ -439,105 +457,3 @@ class Engine:
 
 def _wants_gradient(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
-
-
-@dataclass(slots=True)
-class _Run:
-    """One call of the schedule."""
-
-    scale: float  # of the loss that is differentiated
-    per_token: bool
-    loss_function: LossFunction | None
-    collect: bool
-    logits: list[torch.Tensor] = field(default_factory=list)
-
-
-def _forward_step(
-    run: _Run, batches: Iterator[Batch], chunk: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """megatron's forward step: the output of a stage, and how to reduce it to a loss."""
-    batch = next(batches)
-    output = chunk(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=None if run.collect else batch["labels"],
-    )
-    return output, partial(_loss, run, batch)
-
-
-def _hidden_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Either form of an attention mask as the model takes it."""
-    return mask.bool() if mask is not None and mask.dim() == 4 else padding_mask(mask)
-
-
-def _loss(run: _Run, batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The scaled loss to differentiate, and what to report: sums weighted by the portion.
-
-    output: [b, s] losses, or [b, s, v] logits of this tp rank where they are collected.
-    """
-    losses, given = output, output
-    if run.collect:
-        run.logits.append(output.detach())
-        entropy = import_megatron("tensor_parallel").vocab_parallel_cross_entropy
-        labels = batch["labels"].transpose(0, 1).contiguous()
-        losses = entropy(output.float().transpose(0, 1).contiguous(), labels).transpose(0, 1)
-        given = (losses, output)  # type: ignore[assignment]
-    mask, portion = batch["loss_mask"], batch["portion"]
-    if run.loss_function is not None:
-        return _custom_loss(run, mask, portion, losses, given)
-    total = (losses.float() * mask).sum()
-    if not run.per_token:
-        total = total / mask.sum().clamp_min(1e-6)
-    return total * run.scale, {"sum": total.detach()}
-
-
-def _custom_loss(
-    run: _Run, mask: torch.Tensor, portion: torch.Tensor, losses: torch.Tensor, given: Any
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The user's loss of a micro-batch, which counts as much as its portion says."""
-    assert run.loss_function is not None
-    loss, reported = _two(run.loss_function(mask, given), "custom_loss_function")
-    if not bool(portion > 0):  # a mean over nothing
-        loss, reported = losses.sum() * 0.0, {k: v * 0.0 for k, v in reported.items()}
-    weighed = {k: v.detach() * portion for k, v in reported.items()}
-    total = loss * portion.to(loss.dtype)
-    return total * run.scale, {"sum": total.detach(), "reported": weighed}
-
-
-def _custom_step(
-    step: ForwardStep, scale: float, batches: Iterator[Any], chunk: torch.nn.Module
-) -> tuple[Any, Callable[[Any], Any]]:
-    """A user's forward step, its loss scaled."""
-    output, function = step(batches, chunk)
-
-    def loss(output: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        loss, reported = _two(function(output), "custom_train_step_class: its loss function")
-        plain = {k: v.detach() for k, v in reported.items()}
-        return loss * scale, {"sum": loss.detach(), "reported": plain}
-
-    return output, loss
-
-
-def described(value: object) -> str:
-    """What a function returned instead of what it should, without the numbers."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(described, value))})"
-    return f"a {type(value).__name__}"
-
-
-def _two(returned: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, scalars to report) of a user's function; TrainError for anything else."""
-    ok = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
-    if not ok or not isinstance(returned[0], torch.Tensor) or returned[0].dim():
-        raise TrainError(f"{name} must return (a scalar tensor, a dict), not {described(returned)}")
-    reported = {k: torch.as_tensor(v) for k, v in returned[1].items() if k != "logits"}
-    for key, value in reported.items():
-        if value.dim():
-            raise TrainError(
-                f"{name} reports {key} of shape {tuple(value.shape)}; only scalars are reported "
-                "(return_logits=True gives logits)"
-            )
-    return returned[0], reported

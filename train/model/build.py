@@ -531,6 +531,11 @@ def padding_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     return ~attention_mask.bool()[:, None, None, :]
 
 
+def hidden_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Either form of an attention mask, [B, S] or [B, 1, S, S], as the model takes it."""
+    return mask.bool() if mask is not None and mask.dim() == 4 else padding_mask(mask)
+
+
 def build(
     model: Model, parallel: Parallel, layout: Layout, options: ModelOptions
 ) -> list[GPTModel]:

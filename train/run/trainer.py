@@ -253,7 +253,7 @@ class Trainer:
         with watch.phase("data"):
             batches = next(self.batches)
         with watch.phase("forward and backward"):
-            loss, _ = engine.forward_backward(batches)
+            loss, _ = engine.forward_backward(batches, reduce=True)
         self._check_finite("loss", loss)
         lr = engine.optimizer.param_groups[0]["lr"] if engine.optimizer else 0.0
         with watch.phase("optimizer"):

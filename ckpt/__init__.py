@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .convert import merge, reshard
     from .errors import CheckpointError
     from .jobs import Report, RunOptions
-    from .model.planner import Plan, plan
+    from .model.planner import Plan, plan, resolve
     from .reader import OpenCheckpoint, open_checkpoint
     from .verdict import Verdict
     from .verifier import verify
@@ -32,6 +32,7 @@ _HOMES = {
     "open_checkpoint": "reader",
     "plan": "model.planner",
     "reshard": "convert",
+    "resolve": "model.planner",
     "verify": "verifier",
 }
 
@@ -47,6 +48,7 @@ __all__ = [
     "open_checkpoint",
     "plan",
     "reshard",
+    "resolve",
     "verify",
 ]
 

@@ -69,7 +69,7 @@ def _spans(numbers: tuple[int, ...]) -> str:
 def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
     """Shape, dtype, every box with its file and bytes, and the values' statistics."""
     meta = ckpt.manifest.tensors[fqn]
-    locate(ckpt.manifest.chunks.get(fqn, []))
+    locate(chunk.place for chunk in ckpt.manifest.chunks.get(fqn, []))
     return {
         "name": fqn,
         "shape": list(meta.shape),

@@ -14,7 +14,7 @@ from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
 from .model.design import Design, check_design
 from .model.manifest import SideFile
-from .model.planner import Copy, Plan, Tolerance, chunk_count, plan
+from .model.planner import Copy, Plan, Tolerance, chunk_count, plan, resolve
 from .move.progress import Progress, human
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
     check_place(job.source, job.output)
     root = job.output.parent / f".{job.output.name}.partial"
     design = job.design(root)
-    made = plan(job.source.manifest, design.manifest, job.drop)
+    made = resolve(plan(job.source.manifest, design.manifest, job.drop))
     report = _report(job, options, design, made, root)
     # A value that a text file cannot hold is found now, not when all else is written.
     sizes = {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files}

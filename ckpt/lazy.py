@@ -13,8 +13,8 @@ import numpy as np
 
 from .model.box import Box, full, row_major
 from .model.dtypes import ITEMSIZE, TO_TORCH
-from .model.manifest import Chunk, Manifest, TensorMeta, View, locate
-from .model.planner import plan
+from .model.manifest import Chunk, Manifest, TensorMeta, View
+from .model.planner import plan, resolve
 from .move.cast import Array, raw, values
 from .move.executor import Budget, Mover
 from .move.files import Files
@@ -111,21 +111,17 @@ class LazyArray:
         box = box or full(self.shape)
         array = np.zeros(box.sizes, raw(self.dtype))
         buffer = memoryview(array.reshape(-1).view(np.uint8).data)
-        pieces = [
-            (chunk, common)
+        moved = [
+            Chunk(self.fqn, _shift(common, box), chunk.narrow(common))
             for chunk in self.chunks
             if (common := chunk.box.intersect(box)) is not None
-        ]
-        locate(chunk for chunk, _ in pieces)
-        moved = [
-            Chunk(self.fqn, _shift(common, box), _narrow(chunk, common)) for chunk, common in pieces
         ]
         meta = TensorMeta(box.sizes, self.dtype)
         view = View(_MEMORY, 0, box.sizes, row_major(box.sizes), self.dtype)
         target = Manifest({self.fqn: meta}, {self.fqn: [Chunk(self.fqn, full(box.sizes), view)]})
-        copies = plan(Manifest({self.fqn: meta}, {self.fqn: moved}), target).copies
+        made = resolve(plan(Manifest({self.fqn: meta}, {self.fqn: moved}), target))
         with Files({_MEMORY: buffer}) as files:
-            Mover(files, Budget()).move(copies)
+            Mover(files, Budget()).move(made.copies)
         return array
 
     def torch(self) -> torch.Tensor:
@@ -147,8 +143,3 @@ class LazyArray:
 def _shift(box: Box, origin: Box) -> Box:
     """``box`` in coordinates that begin at ``origin``."""
     return Box(tuple(b - o for b, o in zip(box.offsets, origin.offsets, strict=True)), box.sizes)
-
-
-def _narrow(chunk: Chunk, common: Box) -> View:
-    offsets = tuple(c - b for c, b in zip(common.offsets, chunk.box.offsets, strict=True))
-    return chunk.view.narrow(offsets, common.sizes)

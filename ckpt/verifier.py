@@ -18,7 +18,7 @@ from .jobs import RunOptions, digests
 from .model.box import full, row_major
 from .model.dtypes import CASTABLE, ITEMSIZE
 from .model.manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
-from .model.planner import Copy, Tolerance, plan
+from .model.planner import Copy, Tolerance, plan, resolve
 from .move.progress import Progress, human
 from .move.storage import StoragePath, Where
 from .reader import read_checkpoint
@@ -79,8 +79,8 @@ def compare_checkpoints(
     # Every chunk of the right side is compared with the left, replicas too. Only padding rows
     # that the left side lacks are not: their replicas are compared with each other.
     uneven = {f for f in pick if ours.tensors[f].shape != theirs.tensors[f].shape}
-    repeats = plan(_only(theirs, uneven), _whole(_only(theirs, uneven))).replicas
-    made = plan(ours, theirs if options.compare_replicas else _first_of_each(theirs))
+    repeats = resolve(plan(_only(theirs, uneven), _whole(_only(theirs, uneven)))).replicas
+    made = resolve(plan(ours, theirs if options.compare_replicas else _first_of_each(theirs)))
     verdict.tensors = len(pick)
     verdict.nbytes = made.coverage.written_bytes
     moves = made.copies
@@ -335,7 +335,7 @@ def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Ve
         ckpt.headers()
     if not weights_only and ckpt.optimizer_fault():
         verdict.add("optimizer", "optimizer", ckpt.optimizer_fault())
-    made = plan(ckpt.manifest, _whole(ckpt.manifest))
+    made = resolve(plan(ckpt.manifest, _whole(ckpt.manifest)))
     verdict.tensors = len(ckpt.manifest.tensors)
     verdict.nbytes = made.coverage.read_bytes
     if options.compare_replicas:

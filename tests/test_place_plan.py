@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import json
 import math
+import os
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,8 +18,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from strategies import MESHES, VARIANTS, is_valid_tp
 
-from shardwright.ckpt import CheckpointError, plan
+from shardwright.ckpt import CheckpointError, open_checkpoint, plan, resolve
 from shardwright.ckpt.checkpoint.config import load_model
+from shardwright.ckpt.containers.dcp import Blob, BlobSlice
+from shardwright.ckpt.model import tiling
 from shardwright.ckpt.model.box import Box, full, range_boxes, row_major
 from shardwright.ckpt.model.family import mesh_flags
 from shardwright.ckpt.model.layout import PACKINGS, default_layout, rounds
@@ -176,6 +181,24 @@ def test_the_plan_is_the_same_whatever_the_order_of_chunks(case, rng):
     assert sorted(map(repr, first.copies)) == sorted(map(repr, again.copies))
 
 
+def moved(shape, sources, targets, have):
+    """The target's files once a plan has been carried out on the source's."""
+    written = {file: np.zeros_like(a) for file, a in arrays(shape, targets).items()}
+    for copy in plan(manifest(x=sources), manifest(x=targets)).copies:
+        view_of(written, copy.dst)[...] = view_of(have, copy.src)
+    return written
+
+
+@given(two_partitions(), st.data())
+def test_a_detour_over_a_third_layout_gives_the_same(case, data):
+    shape, first, last = case
+    between = data.draw(partitions(shape, "between"))
+    have = arrays(shape, first)
+    straight = moved(shape, first, last, have)
+    detour = moved(shape, between, last, moved(shape, first, between, have))
+    assert all((straight[file] == detour[file]).all() for file in straight)
+
+
 def test_copies_come_in_the_targets_order():
     targets = [(Box((2 * i,), (2,)), f"out{i}") for i in range(4)]
     made = plan(manifest(x=whole(8, file="in"), y=whole(3, file="in2")),
@@ -255,6 +278,77 @@ def test_every_element_of_a_replica_is_read_or_compared(case, data):
     assert all(marks.all() for marks in seen.values())
 
 
+def overlapping(count: int, seed: int = 0) -> list[tuple[Box, str]]:
+    """Boxes of any size at any place of a square of 1,000."""
+    rng = random.Random(seed)
+    corners = [(rng.randrange(500), rng.randrange(500)) for _ in range(count)]
+    sizes = [(rng.randrange(1, 1000 - a), rng.randrange(1, 1000 - b)) for a, b in corners]
+    return [(Box(a, b), f"f{i}") for i, (a, b) in enumerate(zip(corners, sizes, strict=True))]
+
+
+CROSSED = {
+    "boxes at random": overlapping(3000),
+    "rows and columns": [(Box((i, 0), (1, 1000)), "a") for i in range(1000)]
+    + [(Box((0, i), (1000, 1)), "b") for i in range(1000)],
+    "one column beside many cells": [(Box((0, 999), (1000, 1)), "a")]
+    + [(Box((i % 1000, i // 1000), (1, 1)), "b") for i in range(3000)],
+}
+
+
+@pytest.mark.parametrize("kind", CROSSED)
+def test_boxes_that_overlap_without_end_are_refused_with_the_tensor(kind):
+    source = manifest(x=CROSSED[kind])
+    source.tensors["x"] = TensorMeta((1000, 1000), "F32")
+    with pytest.raises(CheckpointError, match=r"x: the \d+ boxes of the source") as error:
+        plan(source, manifest(x=whole(1000, 1000)))
+    assert "overlap in more places than any parallel layout gives" in str(error.value)
+
+
+def test_what_overlaps_cost_in_memory_is_bounded():
+    tiling.match.cache_clear()
+    rows = [Box((i, 0), (1, 400)) for i in range(400)]
+    columns = [Box((0, i), (400, 1)) for i in range(400)]
+    tracemalloc.start()
+    try:
+        assert "overlap" in str(tiling.match(full((400, 400)), (*rows, *columns), ()).fault)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+def test_two_cuts_that_cross_in_more_places_than_layouts_give_are_refused():
+    rows = [(Box((i, 0), (1, 400)), f"r{i}") for i in range(400)]
+    columns = [(Box((0, i), (400, 1)), f"c{i}") for i in range(400)]
+    with pytest.raises(CheckpointError, match="400 boxes of the source, and the 400 of the target"):
+        plan(manifest(x=rows), manifest(x=columns))
+
+
+def test_cuts_that_layouts_give_are_planned():
+    """Many ranks of a distributed optimizer, each with a range, read by many tensor ranks."""
+    shape, ranks, tp = (256, 64), 128, 16
+    bounds = [i * math.prod(shape) // ranks for i in range(ranks + 1)]
+    sources = [
+        (box, f"dp{i}")
+        for i, pair in enumerate(itertools.pairwise(bounds))
+        for box in range_boxes(shape, *pair)
+    ]
+    targets = [(Box((0, 4 * i), (256, 4)), f"tp{i}") for i in range(tp)]
+    made = plan(manifest(x=sources), manifest(x=targets))
+    assert len(made.copies) == len(sources) * tp
+    thousand = [(full((8,)), f"r{i}") for i in range(3000)]
+    assert len(plan(manifest(x=thousand), manifest(x=whole(8))).replicas) == 2999
+
+
+def test_holes_between_thousands_of_boxes_are_counted_and_the_first_is_named():
+    cells = [(Box((2 * (i // 50), 2 * (i % 50)), (1, 1)), "a") for i in range(2500)]
+    source = manifest(x=cells)
+    source.tensors["x"] = TensorMeta((100, 100), "F32")
+    with pytest.raises(CheckpointError, match="holds 2500 of 10000 elements") as error:
+        plan(source, manifest(x=whole(100, 100)))
+    assert "the box at [0, 1] of size [1, 1]" in str(error.value)
+
+
 def test_a_target_tensor_written_in_several_places_is_written_in_each():
     targets = [(full((4,)), "one"), (full((4,)), "two"), (Box((2,), (2,)), "half")]
     made = plan(manifest(x=whole(4, file="in")), manifest(x=targets))
@@ -291,6 +385,56 @@ def test_tensors_without_dims_or_elements_are_planned_like_any_other():
     made = plan(source, manifest(scalar=whole(), empty=whole(0, 4)))
     assert made.coverage.tensors == 2
     assert [copy.fqn for copy in made.copies if copy.box.numel] == ["scalar"]
+
+
+def test_plan_opens_no_file_and_resolve_opens_each_at_most_once(golden, monkeypatch):
+    """torch_dist puts off reading the headers of its blobs until it is known which are needed."""
+    folder = golden / "llama_bf16_tp2pp2_torch_dist"
+    source = open_checkpoint(folder).checkpoint.manifest
+    targets = {fqn: whole(*meta.shape) for fqn, meta in source.tensors.items()}
+    target = manifest(**targets)
+    opened: list[str] = []
+    really = {name: getattr(module, name) for module, name in ((os, "open"), (builtins, "open"))}
+
+    def spy(name):
+        def call(path, *rest, **more):
+            opened.append(os.fspath(path))
+            return really[name](path, *rest, **more)
+
+        return call
+
+    monkeypatch.setattr(os, "open", spy("open"))
+    monkeypatch.setattr(builtins, "open", spy("open"))
+    made = plan(source, target)
+    assert opened == []
+    deferred = [copy for copy in made.copies if not isinstance(copy.source, View)]
+    assert deferred, "the golden checkpoint has no deferred places"
+    with pytest.raises(AssertionError, match="resolve"):
+        deferred[0].src  # noqa: B018
+    found = resolve(made)
+    files = [path for path in opened if path.endswith(".distcp")]
+    assert 0 < len(files) == len(set(files))
+    assert [copy.box for copy in found.copies] == [copy.box for copy in made.copies]
+    assert all(copy.src.shape == copy.box.sizes for copy in found.copies)
+
+
+@given(st.data())
+def test_a_deferred_place_narrowed_and_found_is_the_place_found_and_narrowed(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    order = tuple(data.draw(st.permutations(range(len(shape)))))
+    blob = Blob("x", "F32", full(shape), "file", 0, 0)
+    blob.offset_bytes, blob.strides = 64, row_major(shape)
+    flat = Blob("x", "F32", full((math.prod(shape),)), "file", 0, 0)
+    flat.offset_bytes, flat.strides = 64, (1,)
+    sizes = tuple(shape[dim] for dim in order)
+    steps = tuple(row_major(shape)[dim] for dim in order)
+    for found in (
+        BlobSlice(blob, (0,) * len(shape), sizes, order),
+        BlobSlice(flat, (0,), sizes, (), steps),
+    ):
+        offsets = tuple(data.draw(st.integers(0, n - 1)) for n in sizes)
+        inner = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(sizes, offsets, strict=True))
+        assert found.narrow(offsets, inner).view() == found.view().narrow(offsets, inner)
 
 
 # --- place ------------------------------------------------------------------------------------
@@ -427,6 +571,44 @@ def test_each_packing_tag_tiles_the_stored_rows(tag, tmp_path):
     for rows in placed.values():
         for row in rows:
             assert sum(piece.stored.numel for piece in row.pieces) == math.prod(row.shape)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "head_dim", "taken"),
+    [(200, 65_536, 1, False), (2, 65_536, 1, False), (200, 96, 128, True), (126, 128, 128, True)],
+)
+def test_pieces_are_counted_before_they_are_made(layers, heads, head_dim, taken, tmp_path):
+    """A config of a few bytes may say any number of layers and heads, and each is a piece."""
+    case = strategies.raw("llama", heads=(2, 2), layers=1)
+    config = {**case.config, "num_hidden_layers": layers, "num_attention_heads": heads,
+              "num_key_value_heads": heads, "head_dim": head_dim}  # fmt: skip
+    config["hidden_size"] = heads * head_dim if taken else 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path / "config.json")
+    tracemalloc.start()
+    try:
+        if taken:
+            placed_on(model, 1, 1)
+        else:
+            with pytest.raises(CheckpointError, match=r"linear_qkv.weight: \d+ of \d+ pieces, for"):
+                placed_on(model, 1, 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+def test_layers_and_ranks_share_one_geometry(tmp_path):
+    """Placing a deep model costs names, and pieces are made where they are asked for."""
+    model = model_of(strategies.raw("llama", heads=(4, 4), layers=8), tmp_path)
+    _, _, placed = placed_on(model, 2, 2)
+    rows = [row for row in placed[("tp", 1), ("pp", 1)] if row.name.endswith("linear_qkv.weight")]
+    assert len(rows) == 4
+    assert len({id(row.geometry) for row in rows}) == 1
+    assert len({row.pieces[0].fqn for row in rows}) == 4
+    norms = [{row.name: row for row in placed[("tp", t), ("pp", 0)]} for t in (0, 1)]
+    name = "decoder.layers.0.input_layernorm.weight"
+    assert norms[0][name] is norms[1][name]
 
 
 def test_a_clipped_range_keeps_exactly_the_pieces_elements_of_it(tmp_path):

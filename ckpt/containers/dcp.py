@@ -112,6 +112,15 @@ class BlobSlice(DeferredView):
     def dtype(self) -> str:
         return self.blob.dtype
 
+    def narrow(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> BlobSlice:
+        first = list(self.first)
+        if self.steps is None:
+            for dim, offset in zip(self.dims, offsets, strict=True):
+                first[dim] += offset
+        else:
+            first[-1] += sum(o * step for o, step in zip(offsets, self.steps, strict=True))
+        return BlobSlice(self.blob, tuple(first), sizes, self.dims, self.steps)
+
     def view(self) -> View:
         """Where the elements lie; CheckpointError as ``Blob.find``."""
         blob, steps = self.blob, self.steps

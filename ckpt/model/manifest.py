@@ -63,6 +63,10 @@ class DeferredView(ABC):
         """A key of dtypes.ITEMSIZE."""
 
     @abstractmethod
+    def narrow(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DeferredView:
+        """The box of these elements that starts at ``offsets``; nothing is read."""
+
+    @abstractmethod
     def view(self) -> View:
         """Where they lie; reads the header if `find` did not. CheckpointError if it is damaged."""
 
@@ -70,6 +74,9 @@ class DeferredView(ABC):
     @abstractmethod
     def find(cls, places: Sequence[DeferredView]) -> None:
         """Read the headers of many, all of this class. CheckpointError names every damaged one."""
+
+
+Place = View | DeferredView
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +99,29 @@ class Chunk:
 
     fqn: str
     box: Box  # in the logical tensor's coordinates; box.sizes == view.shape
-    place: View | DeferredView
+    place: Place
 
     @property
     def view(self) -> View:
         """Where the box lies; CheckpointError if it must be found and cannot be."""
         return self.place if isinstance(self.place, View) else self.place.view()
 
+    def narrow(self, box: Box) -> Place:
+        """Where the part at ``box`` lies, which is inside this chunk's box; nothing is read."""
+        if box == self.box:
+            return self.place
+        offsets = tuple(b - c for b, c in zip(box.offsets, self.box.offsets, strict=True))
+        return self.place.narrow(offsets, box.sizes)
 
-def locate(chunks: Iterable[Chunk]) -> None:
-    """Find where chunks lie, many at once, so that no file is opened for each of them."""
+
+def locate(places: Iterable[Place]) -> None:
+    """Find deferred places, many at once, so that no file is opened for each of them."""
     late: dict[type[DeferredView], list[DeferredView]] = {}
-    for chunk in chunks:
-        if not isinstance(chunk.place, View):
-            late.setdefault(type(chunk.place), []).append(chunk.place)
-    for kind, places in late.items():
-        kind.find(places)
+    for place in places:
+        if not isinstance(place, View):
+            late.setdefault(type(place), []).append(place)
+    for kind, found in late.items():
+        kind.find(found)
 
 
 @dataclass(frozen=True, slots=True)

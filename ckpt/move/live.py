@@ -16,7 +16,7 @@ from ..model.chunk_builder import ChunkBuilder
 from ..model.dtypes import ITEMSIZE
 from ..model.manifest import Manifest
 from ..model.placement import Placed, Placement
-from ..model.planner import Copy, plan
+from ..model.planner import Copy, plan, resolve
 
 if TYPE_CHECKING:
     from .executor import Mover
@@ -71,7 +71,7 @@ def load(
     from .executor import Budget, run_units, units
 
     _check_buffers(tensors, buffers)
-    copies = plan(source, manifest(tensors, here), share=True).copies
+    copies = resolve(plan(source, manifest(tensors, here), share=True)).copies
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
         mover.move(unit)

@@ -429,7 +429,7 @@ def differing_chunks(rows: Iterable[tuple[str, Sequence[Chunk], Sequence[Chunk]]
         for other in weights
         for offsets in _corners(chunk, other)
     ]
-    locate(chunk for _, *both, _ in pairs for chunk in both)
+    locate(chunk.place for _, *both, _ in pairs for chunk in both)
     places = [(_at(one, at), _at(two, at)) for _, one, two, at in pairs]
     found = _elements(view for both in places for view in both)
     kinds: dict[tuple[str, str], list[int]] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.function import Settings, contradictions, settings
 from .checkpoint.json_io import load_json
+from .checkpoint.state import ABSENT, TrainingState
 from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .jobs import RunOptions, digests
@@ -187,43 +188,12 @@ def _settings(ckpt: Checkpoint) -> Settings | None:
 
 
 def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
-    a, b = _comparable(left.manifest.state), _comparable(right.manifest.state)
-    if "megatron" not in a or "megatron" not in b:  # what other formats say as well is compared
-        a.pop("megatron", None)
-        b.pop("megatron", None)
-    for key in sorted({*a, *b}):
-        if key not in a or key not in b:
-            side = left.path if key in a else right.path
-            verdict.add("state", key, f"state {key}: only in {side}")
-        elif a[key] != b[key]:
-            name, one, other = _first_apart(key, a[key], b[key])
-            verdict.add("state", name, f"state {name}: {_short(one)} and {_short(other)}")
-
-
-def _first_apart(name: str, a: object, b: object) -> tuple[str, object, object]:
-    """The first values below these that differ, and their path; a text where one is absent."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted({*a, *b}):
-            one, other = a.get(key, "absent"), b.get(key, "absent")
-            if one != other:
-                return _first_apart(f"{name}.{key}", one, other)
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        at = next(i for i, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
-        return _first_apart(f"{name}[{at}]", a[at], b[at])
-    return name, a, b
-
-
-def _comparable(state: Mapping[str, object]) -> dict[str, object]:
-    """State without Megatron-LM's args, most of which are the layout's and the run's.
-
-    Step 0 is no step yet: what a format says that must say a step.
-    """
-    table = {key: value for key, value in state.items() if key != "step" or value != 0}
-    megatron = table.get("megatron")
-    if isinstance(megatron, dict):
-        left_out = ("args", "checkpoint_version")
-        table["megatron"] = {k: v for k, v in megatron.items() if k not in left_out}
-    return table
+    ours, theirs = (TrainingState.of(c.manifest.state, str(c.path)) for c in (left, right))
+    for name, one, other in ours.differences(theirs):
+        text = f"state {name}: {_short(one)} and {_short(other)}"
+        if ABSENT in (one, other) and "." not in name:
+            text = f"state {name}: only in {left.path if other == ABSENT else right.path}"
+        verdict.add("state", name, text)
 
 
 def _compare_random_states(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:

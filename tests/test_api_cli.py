@@ -45,7 +45,7 @@ from shardwright.ckpt import (
     reshard,
     verify,
 )
-from shardwright.ckpt.verifier import _first_apart
+from shardwright.ckpt.checkpoint.state import first_apart
 from shardwright.tools import inspect_ckpt, merge_ckpt, verify_ckpt
 from shardwright.tools import reshard as reshard_tool
 
@@ -1165,9 +1165,9 @@ def test_help_loads_no_heavy_module(module):
 def test_state_that_differs_is_named_down_to_its_value():
     a = {"groups": [{"lr": 0.1, "steps": [1, 3]}], "scale": 1.0}
     b = {"groups": [{"lr": 0.1, "steps": [1, 4]}]}
-    assert _first_apart("state", a, {**b, "scale": 1.0}) == ("state.groups[0].steps[1]", 3, 4)
-    assert _first_apart("state", a, {**a, "groups": []}) == ("state.groups", a["groups"], [])
-    assert _first_apart("state", {"scale": 1.0}, {}) == ("state.scale", 1.0, "absent")
+    assert first_apart("state", a, {**b, "scale": 1.0}) == ("state.groups[0].steps[1]", 3, 4)
+    assert first_apart("state", a, {**a, "groups": []}) == ("state.groups", a["groups"], [])
+    assert first_apart("state", {"scale": 1.0}, {}) == ("state.scale", 1.0, "absent")
 
 
 @pytest.mark.parametrize(

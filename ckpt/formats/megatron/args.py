@@ -288,30 +288,6 @@ def _window(window: object, origin: str) -> int | None:
     return None if back == -1 else back + 1
 
 
-def native_schedule(
-    table: Mapping[str, object], args: Mapping[str, object], step: int
-) -> dict[str, object] | None:
-    """The learning rate's schedule in optimizer steps, as the trainer's own checkpoints have it.
-
-    Megatron-LM counts samples; None where its batch does not divide them.
-    """
-    said = table.get("opt_param_scheduler", table.get("lr_scheduler"))
-    batch = args.get("global_batch_size")
-    if not isinstance(said, dict) or type(batch) is not int or batch <= 0:
-        return None
-    warmup, decay = said.get("lr_warmup_steps"), said.get("lr_decay_steps")
-    if type(warmup) is not int or type(decay) is not int or warmup % batch or decay % batch:
-        return None
-    return {
-        "style": said.get("lr_decay_style"),
-        "lr": said.get("max_lr"),
-        "min_lr": said.get("min_lr"),
-        "warmup_steps": warmup // batch,
-        "decay_steps": decay // batch,
-        "num_steps": step,
-    }
-
-
 # --- args for another layout -------------------------------------------------------------------
 
 
@@ -328,7 +304,6 @@ def args_for(
     vocab_multiple: int,
     distributed: bool,
     dtype: str,
-    step: int | None,
     transformer_engine: bool = False,
     origin: str = "config.json",
 ) -> Args:
@@ -370,8 +345,6 @@ def args_for(
         args["local_rank"] = 0
     if tp == 1:
         args["sequence_parallel"] = False
-    if step is not None:
-        args["iteration"] = step
     if stages is not None:
         args["decoder_first_pipeline_num_layers"] = stages[0]
         args["decoder_last_pipeline_num_layers"] = stages[-1]

@@ -323,13 +323,19 @@ def _step(rank: RankFile, groups: Sequence[Group], where: str) -> tuple[int | No
         step = group.get("step")
         if isinstance(step, TensorRef):
             step = scalar(rank.index, f"{where}.param_groups.{i}.step")
-        if isinstance(step, (int, float)):
-            return int(step), "groups"
+        if (count := _count(step)) is not None:
+            return count, "groups"
     pattern = re.compile(re.escape(where) + r"\.state\.(\d+\.step|common_step)")
     for name in rank.index.entries:
-        if pattern.fullmatch(name) and (value := scalar(rank.index, name)) is not None:
-            return int(value), "state"
+        if pattern.fullmatch(name) and (count := _count(scalar(rank.index, name))) is not None:
+            return count, "state"
     return None, "groups"
+
+
+def _count(step: object) -> int | None:
+    """Whole optimizer steps; None for NaN, infinities and what no run reaches."""
+    fits = isinstance(step, (int, float)) and not isinstance(step, bool) and 0 <= step < 2**53
+    return int(step) if fits else None  # type: ignore[call-overload]
 
 
 def _plain_values(rank: RankFile, where: str, table: Group, lost: list[str]) -> dict[str, object]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ...checkpoint.config import find_config, load_model
 from ...checkpoint.json_io import load_json, read_digests
+from ...checkpoint.state import TrainingState
 from ...checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, filled
 from ...errors import CheckpointError, raise_all
 from ...model.chunk_builder import ChunkBuilder
@@ -41,7 +42,6 @@ from .names import (
     scan,
 )
 
-STATE_KEYS = ("step", "schedule", "param_groups", "data", "megatron")
 _RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
 
 
@@ -273,7 +273,7 @@ class _Reader:
         )
         if table.get("step") is not None:
             result.step = self._whole("step", 0, least=0)
-        state = {key: table[key] for key in STATE_KEYS if table.get(key) is not None}
+        state = TrainingState.of(table, str(self.path / CHECKPOINT)).table()
         result.digests = read_digests(table.get("files"), self.path / CHECKPOINT)
         self._check_sizes()
         result.random_states = tuple(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...checkpoint.state import VERSION as STATE_VERSION
 from ...errors import CheckpointError, raise_all
 from ...model.chunk_builder import ChunkBuilder, Span
 from ...model.design import Design, OutFile
@@ -192,6 +193,7 @@ def checkpoint_json(
             name: {"size": size, **({"xxh3_128": digest} if digest else {})}
             for name, (size, digest) in sorted(files.items())
         },
+        **({"state_version": STATE_VERSION} if set(state) - {"step"} else {}),
         **{key: value for key, value in state.items() if key != "step"},
     }
     try:

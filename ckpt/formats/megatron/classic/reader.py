@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, filled
 from ....errors import CheckpointError, raise_all
@@ -26,8 +27,8 @@ from ....model.mesh import Coord
 from ....model.placement import Placed, Placement
 from ....move.storage import StoragePath
 from .. import args as megatron_args
-from .. import args_codec, progress
 from .. import names as megatron_names
+from .. import run_state
 from ..optimizer import Param
 from ..optimizer_reader import OptimizerReader
 from . import files as megatron_files
@@ -275,18 +276,9 @@ class _Reader:
     def _state(self) -> dict[str, object]:
         """Iteration, schedule, args and the optimizer's hyperparameters."""
         root, result = self.first.index.extra, self.result
-        state: dict[str, object] = {}
-        step = progress.iteration(root, self.folder, result.notes)
-        if step is not None:
-            result.step = state["step"] = step
-        table: dict[str, object] = {
-            "args": self.args,
-            "checkpoint_version": self.first.version,
-        }
-        for key in ("iteration", "opt_param_scheduler", "lr_scheduler",
-                    "num_floating_point_operations_so_far"):  # fmt: skip
-            args_codec.keep_plain(key, root.get(key) or None, table, result.notes)
-        known = {*table, *megatron_files.DROPPED, "args", "optimizer", "iteration", "total_iters"}
+        state = run_state.read(root, self.args, self.folder, self.first.version, result.notes)
+        result.step = state.step
+        known = {*megatron_files.DROPPED, *run_state.KNOWN, "args", "optimizer"}
         rest = [k for k in root if k not in known and not re.fullmatch(r"model\d*", k)]
         if rest:
             result.notes.append(f"left behind, of unknown use: {', '.join(map(str, rest))}")
@@ -296,10 +288,7 @@ class _Reader:
             result.notes.append(
                 "random states left behind: they belong to the ranks of the saving run"
             )
-        schedule = megatron_args.native_schedule(table, self.args, result.step or 0)
-        if schedule is not None:
-            state["schedule"] = schedule
         if self.optimizer.state:
-            table["optimizer"] = self.optimizer.state
-            state["param_groups"] = self.optimizer.native
-        return {**state, "megatron": table}
+            table = {**state.megatron, "optimizer": self.optimizer.state}
+            state = replace(state, megatron=table, groups=tuple(self.optimizer.native))
+        return state.table()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....checkpoint.state import TrainingState
 from ....containers import torch_zip
 from ....containers.pickles import Global, Stub
 from ....errors import CheckpointError, raise_all
@@ -26,7 +27,7 @@ from ....model.placement import Placed, Placement
 from ....model.target import main_dtype
 from ...writing import StoredDtypes, WriteRequest, Written, checksums
 from .. import args as megatron_args
-from .. import args_codec
+from .. import args_codec, run_state
 from .. import names as megatron_names
 from .. import optimizer as megatron_optim
 from ..optimizer import Param, registration_key
@@ -79,8 +80,8 @@ class Writer:
         self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(order.metas)
         self.files: list[OutFile] = []
         self.folder = root / megatron_files.iteration_name(target.step)
-        table = order.state.get("megatron")
-        self.saved: Mapping[str, Any] = table if isinstance(table, dict) else {}
+        self.state = TrainingState.of(order.state, str(order.source.path))
+        self.saved: Mapping[str, Any] = self.state.megatron
         source = self.saved.get("args")
         self.source_args: Mapping[str, object] = source if isinstance(source, dict) else {}
         self.fused = self.source_args.get("transformer_impl") == "transformer_engine"
@@ -91,8 +92,11 @@ class Writer:
         self._check_stages()
         states = [] if order.weights_only else STATES
         self.states = [s for s in states if any(f.startswith(s + "/") for f in order.metas)]
-        self.args = self._args()
         self.notes: list[str] = []
+        self.args = self._args()
+        self.schedulers = run_state.schedulers(self.state, self.notes) if self.states else {}
+        if not order.weights_only:
+            run_state.say_what_is_lost(self.state, self.notes)
 
     def _check_stages(self) -> None:
         """Only splits that args can say."""
@@ -112,7 +116,7 @@ class Writer:
 
     def _args(self) -> dict[str, object]:
         target = self.target
-        return megatron_args.args_for(
+        made = megatron_args.args_for(
             target.model,
             self.source_args,
             tp=self.tp,
@@ -124,10 +128,12 @@ class Writer:
             vocab_multiple=target.vocab_multiple,
             distributed=target.sharded,
             dtype=main_dtype(self.order.metas),
-            step=target.step,
             transformer_engine=self.fused,
             origin=str(self.order.source.path),
         )
+        if target.step is not None:
+            made["iteration"] = target.step
+        return made if self.order.weights_only else made | run_state.progress_args(self.state)
 
     def design(self) -> Design:
         for coord, placed in self.here.placed.items():
@@ -190,8 +196,8 @@ class Writer:
             tree["optimizer"] = (
                 self.distributed_groups() if self.target.sharded else self._plain_optimizer(rows)
             )
-            tree |= self.schedulers()
-        tree |= self.operations()
+            tree |= self.schedulers
+        tree |= run_state.operations(self.state)
         blueprint = self._file(folder / FILES[0], tree)
         path = str(folder / FILES[0])
         for row in rows:
@@ -224,18 +230,6 @@ class Writer:
 
     # --- optimizer ---------------------------------------------------------------------------
 
-    def schedulers(self) -> dict[str, object]:
-        """The schedules of the source's own run, as plain values."""
-        return {
-            key: args_codec.decode_plain(self.saved[key], f"state megatron.{key}")
-            for key in ("opt_param_scheduler", "lr_scheduler")
-            if key in self.saved
-        }
-
-    def operations(self) -> dict[str, object]:
-        key = "num_floating_point_operations_so_far"
-        return {key: args_codec.decode_plain(self.saved.get(key, 0), f"state megatron.{key}")}
-
     def groups(self) -> tuple[list[dict[str, object]], int | None, str]:
         """Hyperparameters of each group, the step, and where it stands."""
         saved = self.saved.get("optimizer")
@@ -250,8 +244,7 @@ class Writer:
             if any("amsgrad" in group for group in groups):
                 step_in = "state"  # of torch's Adam; the distributed optimizer has it in groups
             return groups, step if type(step) is int else None, step_in
-        native = self.order.state.get("param_groups")
-        rows = [r for r in native if isinstance(r, dict)] if isinstance(native, list) else []
+        rows = self.state.groups
         steps = [r["step"] for r in rows if type(r.get("step")) is int]
         groups = []
         for group in _GROUPS:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from ....checkpoint.json_io import load_json
+from ....checkpoint.state import TrainingState
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
 from ....containers import dcp, pickles, torch_zip
 from ....containers.dcp import COMMON, DESCRIBES, METADATA, Blob, Grid, Stored, read_headers
@@ -36,7 +37,7 @@ from ....model.manifest import Chunk, Manifest, SideFile, category_of
 from ....model.placement import Piece, Placed, Placement, restrict
 from ....move.storage import StoragePath
 from .. import args as megatron_args
-from .. import args_codec, progress
+from .. import args_codec, run_state
 from .. import names as megatron_names
 from ..classic import files as megatron_files
 from ..classic import reader as megatron
@@ -360,24 +361,15 @@ class _Reader:
     def _state(self) -> dict[str, object]:
         """Iteration, schedule, args and the optimizer's hyperparameters."""
         root, result = self.common.extra, self.result
-        state: dict[str, object] = {}
-        step = progress.iteration(root, self.folder, result.notes)
-        if step is not None:
-            result.step = state["step"] = step
-        table: dict[str, object] = {
-            "args": self.args,
-            "checkpoint_version": root.get("checkpoint_version", 3.0),
-        }
-        for key in ("iteration", "opt_param_scheduler", "num_floating_point_operations_so_far"):
-            args_codec.keep_plain(key, root.get(key) or None, table, result.notes)
+        version = root.get("checkpoint_version")
+        version = version if isinstance(version, (int, float)) else 3.0
+        state = run_state.read(root, self.args, self.folder, version, result.notes)
+        result.step = state.step
         if self.lost:
             result.notes.append(f"args that cannot travel: {', '.join(self.lost)}")
-        schedule = megatron_args.native_schedule(table, self.args, result.step or 0)
-        if schedule is not None:
-            state["schedule"] = schedule
         if result.has_optimizer and not self.options.weights_only:
-            self._groups(table, state)
-        return {**state, "megatron": table}
+            state = self._groups(state)
+        return state.table()
 
     def _object(self, key: str) -> Index | None:
         """What the flat optimizer's first rank keeps as an object under ``key``."""
@@ -385,7 +377,7 @@ class _Reader:
         name = next((n for n in self.listing.objects if n.endswith(end)), None)
         return None if name is None else dcp.objects(self.listing.objects[name])
 
-    def _groups(self, table: dict[str, object], state: dict[str, object]) -> None:
+    def _groups(self, state: TrainingState) -> TrainingState:
         """Hyperparameters, from common.pt or from the first rank's object."""
         index, where = self.common, "optimizer"
         opt = self.common.extra.get("optimizer")
@@ -395,12 +387,12 @@ class _Reader:
         if not isinstance(inner, dict) or "param_groups" not in inner:
             found = self._object("optimizer")
             if found is None:
-                return
+                return state
             index, where = found, "0"
             inner = index.extra.get("0")
         groups = inner.get("param_groups") if isinstance(inner, dict) else None
         if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-            return
+            return state
         reader = OptimizerReader(self.builder, self.result)
         rank = megatron_files.RankFile(self.folder, index, self.args, [], 3.0)
         reader.groups(rank, groups, opt if isinstance(opt, dict) else {}, where)
@@ -408,7 +400,8 @@ class _Reader:
         if scaler is not None:
             rank = megatron_files.RankFile(self.folder, scaler, self.args, [], 3.0)
             reader.scaler(rank, scaler.extra.get("0"), "0")
-        table["optimizer"], state["param_groups"] = reader.state, reader.native
+        table = {**state.megatron, "optimizer": reader.state}
+        return replace(state, megatron=table, groups=tuple(reader.native))
 
 
 def _shifted_masters(

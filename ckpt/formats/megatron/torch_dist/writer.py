@@ -27,6 +27,7 @@ from ....model.manifest import SideFile
 from ....model.placement import Placed, Placement
 from ...writing import StoredDtypes, WriteRequest, Written, checksums
 from .. import names as megatron_names
+from .. import run_state
 from ..classic import writer as megatron_out
 from ..classic.files import TRACKER, iteration_name
 
@@ -185,7 +186,6 @@ class _Writer:
         return dumps(Stub(f"{_DCP}.metadata", "Metadata", (), table))
 
     def _common(self) -> dict[str, object]:
-        saved = self.classic.saved
         args = {**self.classic.args, "ckpt_format": "torch_dist"}
         content: dict[str, object] = {
             "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
@@ -194,12 +194,11 @@ class _Writer:
             "args": Stub("argparse", "Namespace", (), args),
             "checkpoint_version": 3.0,
             "iteration": self.target.step or 0,
-            **self.classic.operations(),
+            **run_state.operations(self.classic.state),
             "content_metadata": content,
         }
         if self.states:
-            if "opt_param_scheduler" in saved:
-                tree["opt_param_scheduler"] = self.classic.schedulers()["opt_param_scheduler"]
+            tree |= self.classic.schedulers
             if self.target.sharded:
                 content["distrib_optim_sharding_type"] = "fully_reshardable"
             tree["optimizer"] = self._optimizer()

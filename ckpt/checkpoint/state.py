@@ -1,0 +1,192 @@
+"""What a training run keeps beside its tensors, whatever the format that holds it.
+
+`TrainingState` is the one description: formats read into it and are written from it, and
+``differences`` compares what two of them mean. Its ``table`` is JSON: the keys of checkpoint.json
+and of `Manifest.state`. What only Megatron-LM's files have (args, its scheduler, its param groups)
+lies under ``megatron`` as it was read, so that it comes back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError
+
+VERSION = 1  # of the table; newer ones are refused, since a state that is half read is wrong
+KEYS = ("step", "samples", "schedule", "param_groups", "data", "megatron")
+ABSENT = "absent"
+# of Megatron-LM's own values, those that say what the layout and the run say, or step again
+_NOT_COMPARED = ("args", "checkpoint_version", "iteration")
+_SCHEDULE = ("style", "lr", "min_lr", "warmup_steps", "decay_steps", "num_steps")
+Difference = tuple[str, object, object]  # what, here, there
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """A run between two steps. None and empty: the format or the run says nothing of it."""
+
+    step: int | None = None  # optimizer steps done
+    samples: int | None = None  # of the training data, consumed
+    schedule: object = None  # the trainer's, in steps (keys: ``_SCHEDULE``), or states of others
+    groups: tuple[Mapping[str, Any], ...] = ()  # hyperparameters of each param group
+    data: object = None  # cursor in the data
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, table: Mapping[str, object], origin: str = "state") -> TrainingState:
+        """The state that a table says; CheckpointError for a newer version or another type."""
+        version = table.get("state_version", 1)
+        if type(version) is not int or not 1 <= version <= VERSION:
+            raise CheckpointError(
+                f"{origin}: state_version {version!r}; {VERSION} is known here: a newer "
+                "Shardwright wrote it"
+            )
+        groups, megatron = table.get("param_groups") or [], table.get("megatron") or {}
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise CheckpointError(f"{origin}: param_groups holds values that are no groups")
+        if not isinstance(megatron, dict):
+            raise CheckpointError(f"{origin}: megatron is a {type(megatron).__name__}, no table")
+        data, samples = table.get("data"), _count(table, "samples", origin)
+        return cls(
+            _count(table, "step", origin),
+            _seen(data, megatron) if samples is None else samples,
+            table.get("schedule"),
+            tuple(groups),
+            data,
+            megatron,
+        )
+
+    def table(self) -> dict[str, object]:
+        """The same as JSON, with the keys that say something; empty if none does."""
+        repeated = _seen(self.data, self.megatron) == self.samples
+        found: dict[str, object] = {
+            "step": self.step,
+            "samples": None if repeated else self.samples,
+            "schedule": self.schedule,
+            "param_groups": [dict(group) for group in self.groups] or None,
+            "data": self.data,
+            "megatron": dict(self.megatron) or None,
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+    def batch(self) -> int | None:
+        """Samples of each step, where it is known and was the same in all of them."""
+        args = self.megatron.get("args")
+        said = args.get("global_batch_size") if isinstance(args, dict) else None
+        if type(said) is int and said > 0:
+            return said
+        if not self.step or not self.samples or self.samples % self.step:
+            return None
+        return self.samples // self.step
+
+    def differences(self, other: TrainingState) -> list[Difference]:
+        """What means another thing there than here; spelling and the run's own paths aside."""
+        found: list[Difference] = []
+        if (self.step or None) != (other.step or None):  # at 0 nothing has been done
+            found.append(("step", _or_absent(self.step), _or_absent(other.step)))
+        if None not in (self.samples, other.samples) and self.samples != other.samples:
+            found.append(("samples", self.samples, other.samples))
+        found += _schedules(self, other)
+        found += _groups(self.groups, other.groups)
+        if self.data != other.data:
+            found.append(first_apart("data", _or_absent(self.data), _or_absent(other.data)))
+        if self.megatron and other.megatron:
+            one, two = _kept(self.megatron), _kept(other.megatron)
+            if one != two:
+                found.append(first_apart("megatron", one, two))
+        return found
+
+
+def _count(table: Mapping[str, object], key: str, origin: str) -> int | None:
+    value = table.get(key)
+    if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+        raise CheckpointError(f"{origin}: {key} {value!r:.80}, no whole number from 0 on")
+    return value
+
+
+def _seen(data: object, megatron: Mapping[str, Any]) -> int | None:
+    """The samples that a cursor says (the trainer's, or a script's first loader), or args."""
+    rows = data.get("loaders", [data]) if isinstance(data, dict) else []
+    first = rows[0] if isinstance(rows, list) and rows else None
+    args = megatron.get("args")
+    for table, key in (
+        (first, "consumed_samples"),
+        (first, "samples"),
+        (args, "consumed_train_samples"),
+    ):
+        value = table.get(key) if isinstance(table, dict) else None
+        if type(value) is int and 0 <= value < 2**63:
+            return value
+    return None
+
+
+def _or_absent(value: object) -> object:
+    return ABSENT if value is None else value
+
+
+def _schedules(one: TrainingState, two: TrainingState) -> Iterator[Difference]:
+    """Schedules in steps; where one side counts samples of an unknown batch, what is left."""
+    a, b = one.schedule, two.schedule
+    if isinstance(a, Sequence) or isinstance(b, Sequence):  # states of a script's own schedulers
+        if a is not None and b is not None and a != b:
+            yield first_apart("schedule", a, b)
+        elif (a is None) != (b is None):
+            yield "schedule", _or_absent(a), _or_absent(b)
+        return
+    keys: tuple[str, ...] = _SCHEDULE
+    if a is None and b is not None:
+        a, keys = _in_samples(one), _SCHEDULE[:3]
+    elif b is None and a is not None:
+        b, keys = _in_samples(two), _SCHEDULE[:3]
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in keys:
+            if a.get(key) != b.get(key):
+                yield f"schedule.{key}", _or_absent(a.get(key)), _or_absent(b.get(key))
+    elif a != b:
+        yield "schedule", _or_absent(a), _or_absent(b)
+
+
+def _in_samples(state: TrainingState) -> dict[str, object] | None:
+    said = state.megatron.get("opt_param_scheduler")
+    if not isinstance(said, dict):
+        return None
+    names = {"style": "lr_decay_style", "lr": "max_lr", "min_lr": "min_lr"}
+    return {key: said.get(name) for key, name in names.items()}
+
+
+def _groups(
+    one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]
+) -> Iterator[Difference]:
+    """Groups in any order, by the hyperparameters that both sides name."""
+    if not one or not two:
+        if one or two:
+            yield "param_groups", list(one) or ABSENT, list(two) or ABSENT
+        return
+    common = {key for group in one for key in group} & {key for group in two for key in group}
+    sides = [
+        sorted(({k: g[k] for k in sorted(common & g.keys())} for g in groups), key=repr)
+        for groups in (one, two)
+    ]
+    distinct = [[g for i, g in enumerate(side) if g not in side[:i]] for side in sides]
+    if distinct[0] != distinct[1]:
+        yield first_apart("param_groups", *sides)
+
+
+def _kept(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's own values that mean something; a counter at 0 is one that is absent."""
+    return {k: v for k, v in megatron.items() if k not in _NOT_COMPARED and v not in (0, None)}
+
+
+def first_apart(name: str, a: object, b: object) -> Difference:
+    """The first values below these that differ, and their path; a text where one is absent."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted({*a, *b}, key=str):
+            one, other = a.get(key, ABSENT), b.get(key, ABSENT)
+            if one != other:
+                return first_apart(f"{name}.{key}", one, other)
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        at = next(i for i, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
+        return first_apart(f"{name}[{at}]", a[at], b[at])
+    return name, a, b

@@ -135,13 +135,11 @@ def _schedules(one: TrainingState, two: TrainingState) -> Iterator[Difference]:
         elif (a is None) != (b is None):
             yield "schedule", _or_absent(a), _or_absent(b)
         return
-    keys: tuple[str, ...] = _SCHEDULE
-    if a is None and b is not None:
-        a, keys = _in_samples(one), _SCHEDULE[:3]
-    elif b is None and a is not None:
-        b, keys = _in_samples(two), _SCHEDULE[:3]
+    some = _SCHEDULE[:3] if a is None or b is None else ()
+    a = _in_samples(one) if a is None else a
+    b = _in_samples(two) if b is None else b
     if isinstance(a, dict) and isinstance(b, dict):
-        for key in keys:
+        for key in some or sorted({*a, *b}):
             if a.get(key) != b.get(key):
                 yield f"schedule.{key}", _or_absent(a.get(key)), _or_absent(b.get(key))
     elif a != b:

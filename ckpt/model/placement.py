@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, raise_all
@@ -356,6 +356,10 @@ class Placement:
     def tied_copies(self) -> int:
         """Stored tensors that repeat a tied one on another stage."""
         return sum({"tie_word_embeddings", "pp>1"} <= set(rule.when) for rule in self.rules)
+
+    def held(self, shards: Iterable[Coord]) -> dict[str, Placed]:
+        """The stored tensors of shards that one file holds together, by name, in row order."""
+        return {row.name: row for coord in shards for row in self.placed[coord]}
 
     def find(self, coord: Coord, name: str) -> Placed:
         """The stored tensor of that name on a rank."""

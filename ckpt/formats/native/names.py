@@ -85,6 +85,15 @@ def file_name(kind: str, coord: Coord, suffix: str) -> str:
     return stem + "".join(f"_{axis}_{rank}" for axis, rank in coord) + "." + suffix
 
 
+def shards_of(file: Coord) -> tuple[Coord, ...]:
+    """The shards of the model that a rank file holds tensors of; with ``dp``, ranges of them.
+
+    A file's own ranks and the coordinates of what it holds are two things: one file may hold
+    shards of several meshes.
+    """
+    return (tuple((axis, rank) for axis, rank in file if axis != "dp"),)
+
+
 def container(suffix: str) -> Container:
     return safetensors if suffix == "safetensors" else torch_zip
 

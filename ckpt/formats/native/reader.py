@@ -40,6 +40,7 @@ from .names import (
     container,
     mesh_table,
     scan,
+    shards_of,
 )
 
 _RANDOM = re.compile(r"random_states_(\d+)\.safetensors")
@@ -344,7 +345,7 @@ class _Reader:
     def _weights(self, coord: Coord, index: Index) -> None:
         """A rank's model file: names and shapes must be those of its place in the mesh."""
         self._check_rank(coord, index)
-        rows = {p.name: p for p in self.here.placed[coord]}
+        rows = self.here.held(shards_of(coord))
         found = set()
         for name, entry in self._renamed(index, self._first_layer(coord, index)):
             if not self.native and name.endswith(EXTRA):
@@ -407,9 +408,8 @@ class _Reader:
             self._optimizer_file(coord, index)
 
     def _optimizer_file(self, coord: Coord, index: Index) -> None:
-        rank = tuple((axis, number) for axis, number in coord if axis != "dp")
-        rows = {p.name: p for p in self.here.placed[rank]}
-        ranges = _ranges(index) if rank != coord else None
+        rows = self.here.held(shards_of(coord))
+        ranges = _ranges(index) if "dp" in dict(coord) else None
         for key, entry in index.entries.items():
             state, _, name = key.partition("/")
             placed = rows.get(name)

@@ -20,7 +20,7 @@ from ...model.mesh import Coord, split_by_counts
 from ...model.placement import Placed, Placement, padded_vocab
 from ...model.target import Target, main_dtype
 from ..writing import StoredDtypes, WriteRequest, Written
-from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table
+from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table, shards_of
 
 TO = NAME
 TAKES = frozenset({"--pp-layers", "--vpp", "--safe-serialization"})
@@ -35,11 +35,12 @@ def design(order: WriteRequest, root: Path) -> Design:
     target, metas = order.target, order.metas
     here = Placement.written(target.model, target.mesh, target.vocab_multiple)
     writer = _Collector(target, metas, root, here)
-    for coord, rows in here.placed.items():
+    files = [(coord, list(here.held(shards_of(coord)).values())) for coord in here.mesh.coords()]
+    for coord, rows in files:
         writer.model_file(coord, rows)
     states = [s for s in STATES if any(fqn.startswith(s + "/") for fqn in metas)]
     if states:
-        for coord, rows in here.placed.items():
+        for coord, rows in files:
             writer.optimizer_files(coord, rows, states)
     raise_all(writer.dtypes.faults, "these tensors cannot be packed")
     tied = here.tied_copies * (1 + len(states))

@@ -129,6 +129,15 @@ class RankFile:
         return self.index.path
 
 
+def shards_of(file: Coord) -> tuple[Coord, ...]:
+    """The shards of the model that a rank folder holds: one of the mesh of dense tensors.
+
+    A folder's own ranks and the coordinates of what it holds are two things: Megatron-LM puts
+    the shard of another mesh, that of the experts, into the same file.
+    """
+    return (file,)
+
+
 def rank_files(folder: StoragePath) -> dict[Coord, RankFile]:
     """Every rank's file by tensor and pipeline rank, complete, and all of one save."""
     found = []

@@ -192,7 +192,7 @@ class _Reader:
     # --- weights -----------------------------------------------------------------------------
 
     def _rank(self, coord: Coord, rank: megatron_files.RankFile) -> None:
-        rows = {p.name: p for p in self.here.placed[coord]}
+        rows = self.here.held(megatron_files.shards_of(coord))
         weights: dict[str, Entry] = {}
         params: list[Param] = []
         for v, chunk in enumerate(rank.chunks):

@@ -136,7 +136,8 @@ class Writer:
         return made if self.order.weights_only else made | run_state.progress_args(self.state)
 
     def design(self) -> Design:
-        for coord, placed in self.here.placed.items():
+        for coord in self.here.mesh.coords():
+            placed = list(self.here.held(megatron_files.shards_of(coord)).values())
             self._rank(coord, list(self._rows(coord, placed)))
         raise_all(self.dtypes.faults, "these tensors cannot be packed")
         self.notes.append(self.how_to_load())

@@ -23,11 +23,12 @@ from shardwright.ckpt.checkpoint.config import load_model
 from shardwright.ckpt.containers.dcp import Blob, BlobSlice
 from shardwright.ckpt.model import tiling
 from shardwright.ckpt.model.box import Box, full, range_boxes, row_major
-from shardwright.ckpt.model.family import mesh_flags
+from shardwright.ckpt.model.chunk_builder import ChunkBuilder
+from shardwright.ckpt.model.family import build_mesh, mesh_flags
 from shardwright.ckpt.model.layout import PACKINGS, default_layout, rounds
-from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View
+from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View, is_padding
 from shardwright.ckpt.model.mesh import Mesh, split_evenly
-from shardwright.ckpt.model.placement import logical_shapes, place
+from shardwright.ckpt.model.placement import Placement, logical_shapes, place
 
 # --- boxes ------------------------------------------------------------------------------------
 
@@ -609,6 +610,33 @@ def test_layers_and_ranks_share_one_geometry(tmp_path):
     norms = [{row.name: row for row in placed[("tp", t), ("pp", 0)]} for t in (0, 1)]
     name = "decoder.layers.0.input_layernorm.weight"
     assert norms[0][name] is norms[1][name]
+
+
+def test_a_file_may_hold_the_shards_of_several_coordinates(tmp_path):
+    model = model_of(strategies.raw("llama", heads=(4, 4), layers=4), tmp_path)
+    mesh = build_mesh(model, (("tp", 2), ("pp", 2)))
+    here = Placement.written(model, mesh, 4)
+    one, other = (("tp", 1), ("pp", 0)), (("tp", 1), ("pp", 1))
+    both = here.held((one, other))
+    assert list(both.values()) == [*here.placed[one], *here.placed[other]]
+    assert sum(name.endswith("linear_qkv.weight") for name in both) == 4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_order_of_a_manifest_is_the_models_whatever_the_order_of_files(variant, tmp_path):
+    model = model_of(strategies.heads24(variant, num_hidden_layers=4), tmp_path)
+    here = Placement.written(model, build_mesh(model, (("tp", 2), ("pp", 2))), 4)
+    orders = []
+    for seed in range(3):
+        coords = list(here.mesh.coords())
+        random.Random(seed).shuffle(coords)
+        builder = ChunkBuilder(here)
+        for coord in coords:
+            for row in here.placed[coord]:
+                builder.add("", row, "file", 0, "F32")
+        orders.append([fqn for fqn in builder.manifest().tensors if not is_padding(fqn)])
+        assert builder.faults == []
+    assert orders[0] == orders[1] == orders[2] == list(here.shapes)
 
 
 def test_a_clipped_range_keeps_exactly_the_pieces_elements_of_it(tmp_path):

@@ -317,6 +317,11 @@ def logical_shapes(rules: Sequence[Rule], sizes: Sizes) -> dict[str, tuple[int, 
     return shapes
 
 
+def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
+    """Every logical tensor of a model on a single rank and its shape, in the model's order."""
+    return logical_shapes(model.family.select(model.flags), model.sizes)
+
+
 def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
     """The smallest multiple of ``multiple * tp`` that is at least ``vocab`` (Megatron's rule)."""
     unit = multiple * tp

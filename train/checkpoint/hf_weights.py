@@ -11,7 +11,7 @@ from shardwright.ckpt.model.box import full, row_major
 from shardwright.ckpt.model.dtypes import FROM_TORCH, TO_TORCH
 from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.model.manifest import PADDING, Chunk, Manifest, TensorMeta, View, is_padding
-from shardwright.ckpt.model.placement import Placement, logical_shapes
+from shardwright.ckpt.model.placement import Placement, shapes_of
 from shardwright.ckpt.model.planner import Copy, plan
 from shardwright.ckpt.move import live
 from shardwright.ckpt.move.executor import Budget, Mover, run_units, units
@@ -46,8 +46,7 @@ def parameter_names(original: Any, model: Model) -> dict[int, str]:
 
 def check_names(original: Any, model: Model) -> None:
     """TrainError unless the transformers model has exactly the tensors of its family."""
-    rules = model.family.select(model.flags)
-    expected = logical_shapes(rules, model.sizes)
+    expected = shapes_of(model)
     tensors = logical_tensors(original, model)
     faults = [f"has {name}, which megatron-core's model has not" for name in
               sorted(tensors.keys() - expected.keys())]  # fmt: skip

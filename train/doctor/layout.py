@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.model.family import Model
-from shardwright.ckpt.model.placement import logical_shapes
+from shardwright.ckpt.model.placement import shapes_of
 
 from ..config.schema import TrainConfig
 from ..errors import TrainError
@@ -107,7 +107,7 @@ def fits(config: TrainConfig, model: Model, available: int) -> Iterable[Finding]
 
 def head_in_layers(model: Model) -> float:
     """Work of the output layer over that of a mean layer: parameters that multiply a token."""
-    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
+    shapes = shapes_of(model)
     vocab, hidden = model.sizes["vocab"], model.sizes["h"]
     rows = [shape for shape in shapes.values() if shape[0] != vocab]
     weights = sum(_count(shape) for shape in rows) - model.sizes.get("pos", 0) * hidden
@@ -116,7 +116,7 @@ def head_in_layers(model: Model) -> float:
 
 def checkpoint_bytes(config: TrainConfig, model: Model) -> int:
     """Size of a checkpoint: weights, and per weight two fp32 moments, and a master under bf16."""
-    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
+    shapes = shapes_of(model)
     count = sum(_count(shape) for shape in shapes.values())
     bf16, adam = config.precision.name == "bf16", config.optimizer.name != "sgd"
     each = 2 + 4 if bf16 else 4

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwright.ckpt.model.family import Model
-from shardwright.ckpt.model.placement import logical_shapes
+from shardwright.ckpt.model.placement import shapes_of
 
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"
@@ -25,7 +25,7 @@ def flops_per_token(model: Model, seq_length: int) -> float:
     6 x (parameters of layers and head) + 6 x layers x hidden x sequence: a multiply and an add
     per weight, forward and twice backward, and causal attention's two products.
     """
-    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
+    shapes = shapes_of(model)
     vocab, hidden = model.sizes["vocab"], model.sizes["h"]
     layers = sum(_count(shape) for shape in shapes.values() if shape[0] != vocab)
     positions = model.sizes.get("pos", 0) * hidden

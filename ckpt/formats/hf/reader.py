@@ -21,7 +21,7 @@ from ...model.dtypes import ITEMSIZE
 from ...model.family import Model
 from ...model.file_layout import Entry, Index
 from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
-from ...model.placement import logical_shapes
+from ...model.placement import shapes_of
 from ...move.storage import StoragePath
 from ..side_files import resolve, side_files, skipped_links
 from .names import INDEX, NAME, SINGLE, SPLIT, container_of
@@ -143,7 +143,7 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: StoragePath
 
     Puts ``metas`` into the table's order, in which outputs are written.
     """
-    wanted = logical_shapes(model.family.select(model.flags), model.sizes)
+    wanted = shapes_of(model)
     own = model.config.get("vocab_size") == model.sizes["vocab"]
     said = "the config says" if own else f"the config and --vocab-size {model.sizes['vocab']} say"
     faults = [

@@ -24,7 +24,7 @@ from ...model.manifest import (
     category_of,
     is_padding,
 )
-from ...model.placement import logical_shapes
+from ...model.placement import shapes_of
 from ..writing import WriteRequest, Written, checksums
 from .names import INDEX, NAME, SINGLE, container_of, file_names
 
@@ -67,7 +67,7 @@ def _wanted(order: WriteRequest) -> dict[str, TensorMeta]:
     model, metas = order.source.model, order.metas
     if model is None:
         return {f: m for f, m in metas.items() if category_of(f) == "" and not is_padding(f)}
-    shapes = logical_shapes(model.family.select(model.flags), model.sizes)
+    shapes = shapes_of(model)
     return {
         fqn: TensorMeta(shape, metas[fqn].dtype if fqn in metas else "F32")
         for fqn, shape in shapes.items()

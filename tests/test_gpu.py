@@ -197,6 +197,7 @@ def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) ->
     """An engine in a layout, with the weights of a Hugging Face folder."""
     from shardwright.ckpt.checkpoint.config import load_model
     from shardwright.train.checkpoint.load import load
+    from shardwright.train.checkpoint.rank_state import RankState
     from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
@@ -217,7 +218,7 @@ def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) ->
     )
     made.attach_optimizer(Optimizer(lr=2e-3))
     if weights:
-        load(folder, made.rank_state(), weights_only=True)
+        load(folder, RankState.of(made), weights_only=True)
     return made
 
 
@@ -248,11 +249,12 @@ def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, 
 
     from shardwright.ckpt.model.manifest import SideFile
     from shardwright.train.checkpoint.load import load
+    from shardwright.train.checkpoint.rank_state import RankState
     from shardwright.train.checkpoint.save import Saver
     from shardwright.train.core.process import shutdown
 
     engine = engine_of(folder, options)
-    held = engine.rank_state()
+    held = RankState.of(engine)
     saver = Saver(held)
     found = steps(engine, SAVED)
     if saver.memory is not None:
@@ -272,7 +274,7 @@ def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, 
     saver.wait()
     shutdown()
     other = engine_of(folder, options, weights=False)
-    again = other.rank_state()
+    again = RankState.of(other)
     load(save_dir / f"checkpoint-{SAVED}", again)
     differ = [
         h.live.key
@@ -289,10 +291,11 @@ def save(folder: Path, save_dir: Path, options: Mapping[str, Any]) -> dict[str, 
 def resume(checkpoint: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """The steps after a checkpoint, in a layout of its own."""
     from shardwright.train.checkpoint.load import load
+    from shardwright.train.checkpoint.rank_state import RankState
     from shardwright.train.core.process import shutdown
 
     engine = engine_of(checkpoint, options, weights=False)
-    loaded = load(checkpoint, engine.rank_state())
+    loaded = load(checkpoint, RankState.of(engine))
     engine.view.set_step(loaded.step)
     found = steps(engine, STEPS - SAVED)
     shutdown()

@@ -131,7 +131,8 @@ def _train(layout: dict[str, Any], fused: bool = False, recorder: Any = None) ->
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
     from shardwright.train.core.process import initialize, shutdown
-    from shardwright.train.model import build as model
+    from shardwright.train.model import config as model
+    from shardwright.train.model.options import ModelOptions
     from shardwright.train.patches import fusions, graphs
 
     made = Layout(**layout)
@@ -145,7 +146,7 @@ def _train(layout: dict[str, Any], fused: bool = False, recorder: Any = None) ->
             "cross_entropy_fusion_impl": "te",
             "gradient_accumulation_fusion": True,
         }
-    options = model.ModelOptions(precision="bf16", fused_cross_entropy=True, **CALM)  # type: ignore[arg-type]
+    options = ModelOptions(precision="bf16", fused_cross_entropy=True, **CALM)  # type: ignore[arg-type]
     engine = Engine(model_from(TIED, "tied"), parallel, made, options, EngineOptions())
     model._fusions = plain
     engine.attach_optimizer(Optimizer(lr=1e-2))
@@ -308,6 +309,7 @@ def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     """In one rank: the files that differ, and the sizes that were foretold and that were saved."""
     from shardwright.ckpt.checkpoint.config import model_from
     from shardwright.train.checkpoint import host_memory, save
+    from shardwright.train.checkpoint.rank_state import RankState
     from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
@@ -319,7 +321,7 @@ def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     options = ModelOptions(precision="bf16", **CALM)  # type: ignore[arg-type]
     engine = Engine(model_from(TIED, "tied"), parallel, layout, options, EngineOptions())
     engine.attach_optimizer(Optimizer(lr=1e-2))
-    held = engine.rank_state()
+    held = RankState.of(engine)
     foretold = sorted(held.bytes_to_save(weights_only=False))
     saver = save.Saver(held)
     assert saver.memory is None

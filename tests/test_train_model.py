@@ -34,14 +34,10 @@ from shardwright.ckpt.checkpoint.config import load_model
 from shardwright.train.core.layout import Layout
 from shardwright.train.core.process import Parallel, initialize, shutdown
 from shardwright.train.errors import TrainError
-from shardwright.train.model.build import (
-    ModelOptions,
-    build,
-    padding_mask,
-    stored_name,
-    stored_parameters,
-    transformer_config,
-)
+from shardwright.train.model.build import build, stored_name, stored_parameters
+from shardwright.train.model.config import transformer_config
+from shardwright.train.model.modules import padding_mask
+from shardwright.train.model.options import ModelOptions
 
 VOCAB = 61  # divides by nothing that a vocabulary is padded to
 MULTIPLE = 16
@@ -258,7 +254,7 @@ def run_case(case: Case, folder: Path, parallel: Parallel) -> dict[str, object]:
     shards = folder / case.shards
     model = load_model(shards / "config.json")
     options = ModelOptions(vocab_multiple=case.multiple, **case.options)
-    chunks = build(model, parallel, layout_of(case), options)
+    chunks = build(model, parallel.place, layout_of(case), options, parallel.device)
     initial = {name: p.detach().clone() for c in chunks for name, p in stored_parameters(c).items()}
     load_weights(chunks, shards, parallel.tp_rank)
     mine = {name: p for chunk in chunks for name, p in stored_parameters(chunk).items()}
@@ -299,7 +295,7 @@ def refusals(folder: Path) -> dict[str, object]:
     model = load_model(folder / CASES["llama-tp1pp2"].shards / "config.json")
     parallel = initialize(Layout(pp=2), seed=0)
     with pytest.raises(TrainError) as error:
-        build(model, parallel, Layout(pp=2), uneven)
+        build(model, parallel.place, Layout(pp=2), uneven, parallel.device)
     shutdown()
     found["recompute"] = str(error.value)
     for name, layout in {"three": Layout(tp=3), "eight": Layout(tp=2, pp=4)}.items():
@@ -320,7 +316,7 @@ def fused(folder: Path) -> dict[str, object]:
         parallel = initialize(layout_of(case), seed=3)
         model = load_model(folder / case.shards / "config.json")
         options = ModelOptions("bf16", fused_cross_entropy=use, vocab_multiple=MULTIPLE)
-        chunks = build(model, parallel, layout_of(case), options)
+        chunks = build(model, parallel.place, layout_of(case), options, parallel.device)
         load_weights(chunks, folder / case.shards, parallel.tp_rank)
         loss, gradients = run_step(chunks, micro_batches(VOCAB))
         found[name] = (loss, gradients)
@@ -634,9 +630,8 @@ def test_options_that_exclude_each_other_are_refused(given, says):
 def config(tmp_path: Path, variant: str, changes: Mapping[str, object]):
     """What `transformer_config` makes of a variant with changes, in a layout of tp 2."""
     (tmp_path / "config.json").write_text(json.dumps({**config_of(variant), **changes}))
-    parallel = Parallel(torch.device("cpu"), 0, 2, 0, 2, 1, 1, 0, 0, 0, None)
     model = load_model(tmp_path / "config.json")
-    return transformer_config(model, parallel, Layout(tp=2), ModelOptions())
+    return transformer_config(model, Layout(tp=2), ModelOptions())
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def _endless(batches: Sequence[Batch]) -> Iterator[Batch]:
 
 
 def _inputs(batch: Batch) -> Mapping[str, torch.Tensor | None]:
-    from shardwright.train.model.build import padding_mask
+    from shardwright.train.model.modules import padding_mask
 
     at = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
     return {

@@ -288,6 +288,7 @@ class Setup:
         """The engine, with the folder's weights loaded as a fine-tuning run loads them."""
         from shardwright.ckpt.checkpoint.config import load_model
         from shardwright.train.checkpoint.load import load
+        from shardwright.train.checkpoint.rank_state import RankState
         from shardwright.train.config.schema import Optimizer
         from shardwright.train.core.engine import Engine, EngineOptions
         from shardwright.train.core.layout import Layout
@@ -304,7 +305,7 @@ class Setup:
             EngineOptions(distributed_optimizer=self.distributed),
         )
         made.attach_optimizer(Optimizer(lr=LR, weight_decay=self.weight_decay))
-        load(self.folder, made.rank_state(), weights_only=True)
+        load(self.folder, RankState.of(made), weights_only=True)
         return made
 
 
@@ -360,9 +361,10 @@ def idle_step(setup: Mapping[str, Any]) -> dict[str, bool]:
 def loaded(setup: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What a rank holds of weights, masters and moments after a script's ``load_state``."""
     from shardwright.train.checkpoint.load import load
+    from shardwright.train.checkpoint.rank_state import RankState
 
     engine = Setup(**setup).engine()
-    held = engine.rank_state()
+    held = RankState.of(engine)
     found = load(source, held)
     tensors = {h.live.key: h.tensor.clone() for h in [*held.weights(), *held.moments()]}
     _leave()

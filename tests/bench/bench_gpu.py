@@ -72,6 +72,7 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     import torch.distributed as dist
 
     from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.checkpoint.rank_state import RankState
     from shardwright.train.checkpoint.save import Saver
     from shardwright.train.config.schema import Optimizer
     from shardwright.train.core.engine import Engine, EngineOptions
@@ -93,7 +94,7 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
         EngineOptions(distributed, case.get("overlap", False)),
     )  # fmt: skip
     engine.attach_optimizer(Optimizer(lr=1e-4))
-    saver = Saver(engine.rank_state(), reserve=bool(args.save))
+    saver = Saver(RankState.of(engine), reserve=bool(args.save))
     rows = batches(case, parallel.device)
     times = []
     for _ in range(args.steps):

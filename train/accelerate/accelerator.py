@@ -317,7 +317,7 @@ class Accelerator:
         self._engine, self._original = engine, original
         if index is not None:
             self._attach(engine, optimizers[0], index)
-        self._held = engine.rank_state()
+        self._held = RankState.of(engine)
         weights.take(original, self._held)
         self._saver = Saver(
             self._held, log=self.print, weights_only=not settings.saving.save_optimizer

@@ -6,18 +6,41 @@ They look like the objects that a script gave, and drive the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from ..config.schema import TrainConfig
 from ..core.engine import Engine, StepResult
 from ..core.losses import Batch, described
 from ..errors import TrainError
 from .loader import IGNORED
 from .param_groups import HANDED_ON
 
-if TYPE_CHECKING:
-    from .accelerator import Accelerator
+
+class Owner(Protocol):
+    """What the objects below ask of the Accelerator that made them."""
+
+    sync_gradients: bool
+    gradient_accumulation_steps: int
+    settings: TrainConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def longest(self) -> tuple[int | None, str]: ...
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool: ...
+
+    def rows_of_micro_batch(self, rows: int) -> int: ...
+
+    def remember_loss(self, value: float, training: bool) -> torch.Tensor: ...
+
+    def evaluated(self) -> None: ...
+
+    def after_step(self, result: StepResult) -> None: ...
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -26,9 +49,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     Schedulers of torch insist on its base class, whose own state is not used.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, engine: Engine, original: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, accelerator: Owner, engine: Engine, original: torch.optim.Optimizer) -> None:
         self.accelerator, self.engine, self.original = accelerator, engine, original
         self.last: StepResult | None = None
 
@@ -92,7 +113,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 class PreparedScheduler:
     """A learning-rate scheduler of torch or transformers; steps once per optimizer step."""
 
-    def __init__(self, accelerator: Accelerator, scheduler: Any) -> None:
+    def __init__(self, accelerator: Owner, scheduler: Any) -> None:
         self.accelerator, self.scheduler = accelerator, scheduler
 
     def step(self, *args: Any) -> None:
@@ -141,9 +162,7 @@ def _updated(now: Any, saved: Any) -> Any:
 class PreparedModel:
     """A transformers model, trained as this rank's part of a megatron-core GPTModel."""
 
-    def __init__(
-        self, accelerator: Accelerator, engine: Engine, original: Any, handler: Any
-    ) -> None:
+    def __init__(self, accelerator: Owner, engine: Engine, original: Any, handler: Any) -> None:
         """``handler`` is an instance of the plugin's custom_train_step_class, or None."""
         self.accelerator, self.engine, self.original = accelerator, engine, original
         self.config, self.handler = original.config, handler

@@ -16,7 +16,8 @@ from shardwright.ckpt.model.placement import Placement
 from shardwright.ckpt.model.target import Target
 from shardwright.ckpt.move.live import LiveTensor
 
-from ..core.layout import Place
+from ..core.engine import Engine
+from ..core.layout import Place, mesh_of
 from ..core.optim import OptimizerView
 
 Log = Callable[[str], None]
@@ -44,6 +45,22 @@ class RankState:
     control: dist.ProcessGroup | None  # gloo, for agreement on saves
     settle: Callable[[], None] = lambda: None  # every rank's weights are those of the last step
     placement: Placement = field(init=False)
+
+    @classmethod
+    def of(cls, engine: Engine) -> RankState:
+        """What the engine of this rank holds."""
+        p, options = engine.parallel, engine.options
+        return cls(
+            model=engine.model,
+            mesh=mesh_of(engine.model, engine.layout),
+            place=p.place,
+            named=engine.named,
+            optimizer=engine.view,
+            sharded=options.distributed_optimizer and p.dp > 1,
+            vocab_multiple=engine.model_options.vocab_multiple,
+            control=p.control_group,
+            settle=engine.settle,
+        )
 
     def __post_init__(self) -> None:
         self.placement = Placement.written(self.model, self.mesh, self.vocab_multiple)

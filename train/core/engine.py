@@ -18,17 +18,19 @@ import torch
 import torch.distributed as dist
 
 from shardwright.ckpt.model.family import Model
+from shardwright.ckpt.model.placement import padded_vocab
 
-from ..checkpoint.rank_state import RankState
 from ..config.schema import Optimizer
 from ..errors import TrainError
-from ..model.build import build, hidden_keys, stored_parameters, transformer_config
+from ..model.build import build, stored_parameters
+from ..model.config import transformer_config
+from ..model.modules import hidden_keys
 from ..model.options import ModelOptions
 from ..patches import graphs
 from ..patches.megatron import import_megatron
 from . import optim
 from .gradients import Gradients
-from .layout import Layout, mesh_of
+from .layout import Layout
 from .losses import Batch, ForwardStep, LossFunction, Run, custom_step, forward_step
 from .process import Parallel
 
@@ -71,8 +73,8 @@ class Engine:
         """``trained`` says of a stored name whether it gets gradients; None is all."""
         self.model, self.parallel, self.layout = model, parallel, layout
         self.model_options, self.options = model_options, options
-        self.config = transformer_config(model, parallel, layout, model_options)
-        self.modules = build(model, parallel, layout, model_options)
+        self.config = transformer_config(model, layout, model_options)
+        self.modules = build(model, parallel.place, layout, model_options, parallel.device)
         self.named: dict[str, torch.nn.Parameter] = {}
         for chunk in self.modules:
             self.named.update(stored_parameters(chunk))
@@ -161,21 +163,6 @@ class Engine:
         """What a backward pass starts with: megatron-core's one place to scale every loss."""
         return (loss if self.optimizer is None else self.optimizer.scale_loss(loss)) * self._factor
 
-    def rank_state(self) -> RankState:
-        """What this rank saves and loads."""
-        p = self.parallel
-        return RankState(
-            model=self.model,
-            mesh=mesh_of(self.model, self.layout),
-            place=p.place,
-            named=self.named,
-            optimizer=self.view,
-            sharded=self.options.distributed_optimizer and p.dp > 1,
-            vocab_multiple=self.model_options.vocab_multiple,
-            control=p.control_group,
-            settle=self.settle,
-        )
-
     def settle(self) -> None:
         """Gather the weights that the next forward pass would gather."""
         if self.options.overlap and self.options.distributed_optimizer:
@@ -186,7 +173,8 @@ class Engine:
         """What the model is under the names of Megatron's arguments."""
         c, model = self.config, self.model
         rope = self.modules[0].rotary_base if hasattr(self.modules[0], "rotary_base") else None
-        learned = "pos" in model.sizes
+        learned, vocab = "pos" in model.sizes, model.sizes["vocab"]
+        padded = padded_vocab(vocab, self.model_options.vocab_multiple, self.layout.tp)
         return {
             "num_layers": c.num_layers,
             "hidden_size": c.hidden_size,
@@ -208,8 +196,8 @@ class Engine:
             "normalization": c.normalization,
             "position_embedding_type": "learned_absolute" if learned else "rope",
             "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
-            "orig_vocab_size": model.sizes["vocab"],
-            "padded_vocab_size": self.rank_state().placement.padded,
+            "orig_vocab_size": vocab,
+            "padded_vocab_size": padded,
         }
 
     def zero_grad(self) -> None:

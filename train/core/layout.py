@@ -121,6 +121,16 @@ class Place:
         """The coordinate of the rank files that hold this rank's tensors."""
         return (("tp", self.tp_rank), ("pp", self.pp_rank))
 
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer, and so the loss."""
+        return self.pp_rank == self.pp - 1
+
     def owner(self, name: str) -> int:
         """The rank that saves this place's copy of a stored tensor.
 

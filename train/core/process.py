@@ -53,12 +53,12 @@ class Parallel:
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""
-        return self.pp_rank == 0
+        return self.place.is_first_stage
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the output layer, and so the loss."""
-        return self.pp_rank == self.pp - 1
+        return self.place.is_last_stage
 
 
 def _need_megatron() -> None:

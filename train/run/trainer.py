@@ -75,7 +75,7 @@ class Trainer:
         )
         self.engine.attach_optimizer(self.config.optimizer)
         self.engine.config.timers = self.watch.timers
-        self.held: RankState = self.engine.rank_state()
+        self.held: RankState = RankState.of(self.engine)
         assert self.config.schedule is not None, "the command always has a schedule"
         self.schedule = schedule_of(self.config.schedule, self.engine.optimizer)
         self._open_data()

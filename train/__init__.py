@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Accelerator": "accelerate.accelerator",
     "MegatronLMDummyScheduler": "accelerate.accelerator",
-    "MegatronLMPlugin": "config.fields",
+    "MegatronLMPlugin": "config.plugin",
     "TrainError": "errors",
 }
 

@@ -34,6 +34,7 @@ class RunOptions:
     workers: int = 0  # threads; 0 means as many as there are cores, at most 4
     overwrite: bool = False
     resume: bool = False
+    break_lock: bool = False  # take over the lock of a run that is dead
     compare_replicas: bool = True
     checksum: bool = False
     quiet: bool = True
@@ -112,11 +113,11 @@ class Job:
 
 def run_job(job: Job, options: RunOptions) -> Report:
     """Carry a job out; nothing is visible at ``job.output`` before it is complete."""
-    from .move.publish import OutputTransaction, check_unchanged, fingerprint, snapshot
+    from .move.publish import OutputTransaction, check_unchanged, fingerprint, snapshot, stage_of
 
     started = time.monotonic()
     check_place(job.source, job.output)
-    root = job.output.parent / f".{job.output.name}.partial"
+    root = stage_of(job.output)
     design = job.design(root)
     made = resolve(plan(job.source.manifest, design.manifest, job.drop))
     report = _report(job, options, design, made, root)
@@ -130,7 +131,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
         [job.identity, options.compare_replicas, sorted(before.items()), _plan_mark(design, made)]
     )
     with OutputTransaction(job.output, mark, single=job.single, overwrite=options.overwrite,
-               resume=options.resume) as stage:  # fmt: skip
+               resume=options.resume, break_lock=options.break_lock) as stage:  # fmt: skip
         if not stage.continued:
             _check_space(design, stage.path)
             _create(design)
@@ -151,6 +152,8 @@ def run_job(job: Job, options: RunOptions) -> Report:
 
 def check_place(source: Checkpoint, output: Path) -> None:
     """An output inside its source, over it or around it would change the source."""
+    from .move.publish import stage_of
+
     if output.name in ("", "..") or "\0" in str(output):
         raise CheckpointError(f"--output {str(output)!r}: must end in the name of a file or folder")
     inner = output.parent.resolve() / output.name
@@ -159,7 +162,7 @@ def check_place(source: Checkpoint, output: Path) -> None:
         raise CheckpointError(
             f"--output {output}: lies inside the source {path}, which is never modified"
         )
-    stage = inner.parent / f".{inner.name}.partial"  # emptied before it is used
+    stage = stage_of(inner)  # emptied before it is used
     for file in [str(path), *_source_files(source)]:
         real = Path(file).resolve()
         if any(place == real or place in real.parents for place in (inner, stage)):

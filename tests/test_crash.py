@@ -147,8 +147,9 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(forge, home):
             if ended["code"] == 0:
                 break
             assert ended["code"] == -9
-            assert content(job.output) is None
             kills += 1
+            if content(job.output) is not None:  # after the rename, while the lock is given back
+                break
         assert kills > 4
         assert content(job.output) == job.wanted
         job.clear()

@@ -35,7 +35,7 @@ from shardwright.ckpt import (
     reshard,
     verify,
 )
-from shardwright.ckpt.move import executor, files, publish, storage
+from shardwright.ckpt.move import executor, files, lock, storage
 
 
 @pytest.fixture
@@ -551,6 +551,6 @@ def test_sources_of_every_form_are_never_touched(home):
 
 def test_a_folder_that_no_second_run_can_be_kept_from_is_refused(home, monkeypatch):
     """Locks are missing on some network file systems."""
-    monkeypatch.setattr(publish.fcntl, "flock", lambda *_: fail(errno.ENOLCK))
+    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: fail(errno.ENOLCK))
     with untouched(home):
         refused(lambda: to_shards("to/out"), "cannot be locked", os.strerror(errno.ENOLCK))

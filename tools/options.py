@@ -118,6 +118,11 @@ def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
         action="store_true",
         help="continue an interrupted run, and keep this one's work if it is interrupted",
     )
+    group.add_argument(
+        "--break-lock",
+        action="store_true",
+        help="write although another run holds the output's lock; that run must be dead",
+    )
     group.add_argument("--checksum", action="store_true", help="record the xxh3-128 of every file")
 
 
@@ -180,6 +185,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         workers=args.workers or 0,
         overwrite=getattr(args, "overwrite", False),
         resume=getattr(args, "resume", False),
+        break_lock=getattr(args, "break_lock", False),
         compare_replicas=args.replicas == "compare",
         checksum=getattr(args, "checksum", False),
         quiet=args.quiet,

@@ -2,7 +2,8 @@
 
 Everything is written into ``.NAME.partial`` beside the output, under a lock, with a journal
 of the units that are durable. Publishing is fsync, then one rename. A killed run leaves only
-that hidden folder: ``--resume`` continues it, any other run of the same output removes it.
+hidden names: ``--resume`` continues it, any other run of the same output removes them. Only names
+that the lock's record, the journal or the caller know as this tool's are ever removed.
 """
 
 from __future__ import annotations
@@ -10,75 +11,80 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from ..checkpoint.types import JOURNAL
 from ..errors import CheckpointError
+from . import tree
+from .lock import OutputLock, Record
 from .storage import LOCAL, FileIdentity, Storage, told
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 published: list[Path] = []  # what this process has made visible, for a run that is interrupted
 
 
+def stage_of(output: Path) -> Path:
+    """The hidden folder in which an output grows."""
+    return output.parent / f".{output.name}.partial"
+
+
+def nobodys(stage: Path) -> bool:
+    """The usual `is_ours`: a folder that nothing marks as this tool's is a user's."""
+    return False
+
+
 class OutputTransaction:
-    """The hidden folder that becomes the output.
+    """The hidden folder that becomes the output; a context manager, or `open` and `close`.
 
     ``output`` is the final path: a folder, or a single file where ``single`` is given.
     ``fingerprint`` stands for plan, options and sources: a journal with another one is not
-    continued. With ``resume`` an interrupted stage is kept for the next run. ``private``:
-    the folder around the output is the tool's own, so nothing in it is a user's.
+    continued. With ``resume`` an interrupted stage is kept for the next run. ``is_ours`` is asked
+    about a folder that stands in the stage's place and has no journal: whether it may be emptied.
+    ``mode`` are the permissions of files; the output folder's follow from them.
+
+    Several processes may write into ``path``; one of them holds the transaction and publishes
+    once all have finished.
     """
 
     def __init__(
         self,
         output: Path,
-        fingerprint: str,
+        fingerprint: str = "",
         *,
-        single: bool,
-        overwrite: bool,
-        resume: bool,
-        private: bool = False,
+        single: bool = False,
+        overwrite: bool = False,
+        resume: bool = False,
+        break_lock: bool = False,
+        is_ours: Callable[[Path], bool] = nobodys,
+        mode: int = 0o666,
     ) -> None:
         self.output = output
-        self.path = output.parent / f".{output.name}.partial"
+        self.path = stage_of(output)
         self.fingerprint = fingerprint
         self.single = single
         self.overwrite = overwrite
         self.resume = resume
-        self.private = private
+        self.is_ours = is_ours
+        self.mode = mode
         self.done: set[int] = set()  # units that are durable
         self.continued = False
-        self._lock = -1
+        self.lock = OutputLock(output.parent / f".{output.name}.partial.lock", output,
+                               break_it=break_lock)  # fmt: skip
+        self._made: list[Path] = []  # folders around the output, innermost first
         self._journal = -1
-        self._inode = -1  # of what publish renames
+        self._inode = -2  # of what publish renames
+        self._locked = False
 
     def __enter__(self) -> OutputTransaction:
-        with _told(self.output):
-            self._check_output()
-            parents = (self.output.parent, *self.output.parent.parents)
-            self._made = [folder for folder in parents if not folder.exists()]
-        try:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(exist_ok=True)
-        except OSError as error:
-            self._remove_made_parents()
-            raise CheckpointError(f"{self.path}: cannot write here ({error.strerror})") from error
-        self._take_lock()
-        try:
-            with _told(self.path):
-                self._restore()
-                self._open_journal()
-        except BaseException:
-            os.close(self._lock)
-            raise
+        self.open()
         return self
 
     def __exit__(
@@ -87,27 +93,37 @@ class OutputTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close_journal()
-        if self._is_published() and self.output not in published:
-            published.append(self.output)  # interrupted between the rename and the next line
-        if self.path.exists() and not (self.resume and error is not None):
-            self._discard()
-            if error is not None:
-                self._remove_made_parents()
-        os.close(self._lock)
+        self.close(failed=error is not None)
 
-    def _is_published(self) -> bool:
-        """Whether the output is the very file or folder that was written here."""
-        with contextlib.suppress(OSError):
-            return os.stat(self.output, follow_symlinks=False).st_ino == self._inode
-        return False
+    def open(self) -> None:
+        """Take the lock and make the stage, or go on with the one that a run left."""
+        with told(self.output):
+            if not self._has_leftovers():
+                self._check_output()
+            parents = (self.output.parent, *self.output.parent.parents)
+            self._made = [folder for folder in parents if not folder.exists()]
+        try:
+            self._enter()
+        except BaseException:
+            uninterrupted(self._leave)
+            raise
 
-    def _remove_made_parents(self) -> None:
-        for folder in self._made:
-            try:
-                folder.rmdir()
-            except OSError:
-                return  # somebody else put a file there, or it was never made
+    def _has_leftovers(self) -> bool:
+        """Whether a run died here: what it left is tidied up before anything is refused."""
+        return os.path.lexists(self.lock.path)
+
+    def _enter(self) -> None:
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            before = self.lock.take()
+            self._locked = True
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot write here ({error.strerror})") from error
+        with told(self.path):
+            self._restore(before)
+            self._check_output()
+            self._make_stage()
+            self._open_journal()
 
     def _check_output(self) -> None:
         if os.path.lexists(self.output) and not self.overwrite:
@@ -118,36 +134,56 @@ class OutputTransaction:
             kind, other = ("folder", "file") if self.single else ("file", "folder")
             raise CheckpointError(f"{self.output} is a {kind}; a {other} cannot replace it")
 
-    def _take_lock(self) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    def _restore(self, before: Record | None) -> None:
+        """Undo or finish what a run that was killed left, as far as its lock says so.
+
+        Between the two renames of `_exchange` there is no output, and the old one lies aside.
+        After it, the old one lies in the stage's place.
+        """
+        if before is None:
+            return
+        if before.aside and _inode(aside := self.output.parent / before.aside) == before.replaced:
+            if os.path.lexists(self.output):
+                tree.remove(aside)
+            else:
+                os.rename(aside, self.output)
+        if _inode(self.path) == before.replaced:
+            tree.remove(self.path)
+        elif _inode(self.path) == before.stage and not (self.path / JOURNAL).exists():
+            tree.remove(self.path)  # killed while it was made or published
+
+    def _make_stage(self) -> None:
         try:
-            self._lock = os.open(self.path, flags)
-        except OSError as error:  # a link would have us empty the folder that it names
+            os.mkdir(self.path, 0o700)
+        except FileExistsError:
+            self._check_stage()
+            self._check_ours()
+            os.chmod(self.path, 0o700)
+        self.lock.note_stage(_inode(self.path))
+
+    def _check_stage(self) -> None:
+        """A folder that is there already may be used if it is this user's own, and no link.
+
+        Others must not be able to write into it: what they put there would be published.
+        """
+        info = os.lstat(self.path)
+        if not stat.S_ISDIR(info.st_mode):  # a link would have us empty the folder that it names
             raise CheckpointError(
-                f"{self.path}: cannot be used to write in ({error.strerror}); remove it"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            if not isinstance(error, BlockingIOError):
-                self._made.insert(0, self.path)
-                self._remove_made_parents()
-                raise CheckpointError(
-                    f"{self.path}: cannot be locked against a second run ({error.strerror})"
-                ) from error
+                f"{self.path}: cannot be used to write in: it is no folder; remove it"
+            )
+        own = os.lstat(self.lock.path)
+        if info.st_uid != own.st_uid:
+            raise CheckpointError(f"{self.path}: is another user's; remove it")
+        if info.st_mode & _OTHERS_WRITE and not own.st_mode & _OTHERS_WRITE:
             raise CheckpointError(
-                f"{self.output}: another run is writing it ({self.path} is locked)"
-            ) from error
-        held = os.fstat(self._lock)
-        if not self.path.exists() or os.stat(self.path).st_ino != held.st_ino:
-            os.close(self._lock)
-            raise CheckpointError(f"{self.output}: another run has just published it")
+                f"{self.path}: other users may write into it (mode {info.st_mode & 0o777:o}); "
+                "remove it"
+            )
 
     def _open_journal(self) -> None:
         """Continue a journal of the same fingerprint, or start with an empty folder."""
         path = self.path / JOURNAL
-        lines = _lines(path) if path.exists() else []
+        lines = _lines(path)
         if lines and self.resume:
             if lines[0] != self.fingerprint.encode():
                 raise CheckpointError(
@@ -163,35 +199,14 @@ class OutputTransaction:
             # half a line left by a kill would become one with the next
             os.truncate(path, sum(len(line) + 1 for line in lines))
         else:
-            self._check_ours()
-            self._empty()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._journal = os.open(path, flags, 0o666)
-
-    def _empty(self) -> None:
-        """Remove everything, the journal last: what a kill leaves must be known as ours."""
-        journal = self.path / JOURNAL
-        for child in sorted(self.path.iterdir(), key=lambda child: child == journal):
-            is_folder = child.is_dir() and not child.is_symlink()
-            shutil.rmtree(child) if is_folder else child.unlink()
-
-    def _discard(self) -> None:
-        """Remove the folder, which may be the output that was replaced, as far as possible."""
-        with contextlib.suppress(OSError):
-            (self.path / JOURNAL).touch()
-            self._empty()
-        shutil.rmtree(self.path, ignore_errors=True)
+            tree.empty(self.path, keep=JOURNAL)  # the journal last: it marks the folder as ours
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._journal = os.open(path, flags, 0o600)
 
     def _check_ours(self) -> None:
-        """A folder of somebody else's that happens to have this name is not emptied.
-
-        Ours holds a journal, or for a moment before it is published a whole output.
-        """
-        from ..reader import is_checkpoint
-
+        """A folder of somebody else's that happens to have this name is not emptied."""
         names = os.listdir(self.path)
-        whole = names == [self.output.name] if self.single else is_checkpoint(self.path)
-        if names and JOURNAL not in names and not (whole or self.private):
+        if names and JOURNAL not in names and not self.is_ours(self.path):
             raise CheckpointError(
                 f"{self.path}: is in the way: it holds {sorted(names)[0]!r} and was not left by a "
                 "run of this tool; move it, or name another --output"
@@ -200,95 +215,141 @@ class OutputTransaction:
     def begin(self) -> None:
         """Record that every file exists at its full size; from here on a run can continue."""
         if not self.continued:
-            with _told(self.path):
-                _sync_tree(self.path)
+            with told(self.path):
+                tree.sync_all(self.path)
             self._append(self.fingerprint + "\n")
 
     def record(self, finished: Iterable[int]) -> None:
         """Note units whose bytes have been synced."""
         text = "".join(f"{index}\n" for index in finished)
         if text:
+            self.lock.check()
             self._append(text)
 
     def _append(self, text: str) -> None:
         data = text.encode()
-        with _told(self.path / JOURNAL):
+        with told(self.path / JOURNAL):
             while data:
                 data = data[os.write(self._journal, data) :]
             os.fsync(self._journal)
+
+    def publish(self) -> None:
+        """Sync every file and folder, then rename into place."""
+        with told(self.path):
+            self._check_output()  # somebody may have put one there since
+            self._close_journal()  # NFS would keep the name of an open file
+            tree.sync_all(self.path)
+            (self.path / JOURNAL).unlink()
+            tree.sync(self.path)
+            self._check_output()
+            self.lock.check()
+            made = self.path / self.output.name if self.single else self.path
+            self._inode = _inode(made)
+            if self.single:
+                os.replace(made, self.output)
+            else:
+                os.chmod(self.path, folder_mode(self.mode))
+                self._rename_folder()
+            published.append(self.output)
+            self._discard()
+            tree.sync(self.output.parent)
+
+    def _rename_folder(self) -> None:
+        if not os.path.lexists(self.output):
+            os.rename(self.path, self.output)
+            return
+        aside = f".{self.output.name}.replaced-{self.lock.record.run}"
+        self.lock.note_replaced(_inode(self.output), aside)
+        _exchange(self.path, self.output, self.output.parent / aside)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give the lock back; without `publish` the stage is removed, or kept to resume."""
+        if self._is_published() and self.output not in published:
+            published.append(self.output)  # interrupted between the rename and the next line
+        try:
+            with told(self.path):
+                self._close_journal()
+            if not (self.resume and failed and os.path.lexists(self.path / JOURNAL)):
+                uninterrupted(self._discard)
+        finally:
+            uninterrupted(self._leave)
+
+    def _discard(self) -> None:
+        """Remove the stage, empty or with the output that was replaced, as far as possible."""
+        with contextlib.suppress(OSError, CheckpointError):
+            self.lock.check()  # else the folder is another run's
+            os.chmod(self.path, 0o700)
+            tree.remove(self.path, keep=JOURNAL)
+
+    def _leave(self) -> None:
+        """Give back what was taken, whatever went wrong; an empty stage is not kept."""
+        with contextlib.suppress(OSError):
+            self._close_journal()
+        if self._locked and not self._is_published():
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path)
+        self.lock.release()
+        if not os.path.lexists(self.output):
+            self._remove_made_parents()
+
+    def _is_published(self) -> bool:
+        """Whether the output is the very file or folder that was written here."""
+        return _inode(self.output) == self._inode
+
+    def _remove_made_parents(self) -> None:
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:
+                return  # somebody else put a file there, or it was never made
 
     def _close_journal(self) -> None:
         journal, self._journal = self._journal, -1
         if journal >= 0:
             os.close(journal)
 
-    def publish(self) -> None:
-        """Sync every file and folder, then rename into place."""
-        with _told(self.path):
-            self._close_journal()  # NFS would keep the name of an open file
-            (self.path / JOURNAL).unlink()
-            _sync_tree(self.path)
-            self._check_output()  # somebody may have put one there since
-            self._inode = os.stat(self.path / self.output.name if self.single else self.path).st_ino
-            if self.single:
-                os.replace(self.path / self.output.name, self.output)
-                shutil.rmtree(self.path, ignore_errors=True)
-            elif not self.output.exists():
-                os.rename(self.path, self.output)
-            else:
-                _exchange(self.path, self.output)
-                self._discard()
-            published.append(self.output)
-            _sync(self.output.parent)
 
-    def _restore(self) -> None:
-        """Undo what a kill between the two renames of ``_exchange`` left."""
-        aside = _aside(self.output)
-        if not os.path.lexists(aside):
-            return
-        if os.path.lexists(self.output):
-            shutil.rmtree(aside)
-        else:
-            os.rename(aside, self.output)
-            self._check_output()
+def uninterrupted(step: Callable[[], None]) -> None:
+    """Call ``step`` to its end; a Ctrl-C on the way begins it again and is raised afterwards."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            step()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
-@contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """The system's refusals as our error, with the file that they are about."""
+def folder_mode(mode: int) -> int:
+    """The permissions of a folder whose files have ``mode``, within the user's umask."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    wanted = mode | (mode & 0o444) >> 2 | 0o700
+    return wanted & ~umask | 0o700
+
+
+def _inode(path: Path) -> int:
+    """What lies at a path, by its number; -1 where nothing does."""
     try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
+        return os.lstat(path).st_ino
+    except OSError:
+        return -1
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Whole lines; the last one may have been cut by a kill."""
-    return path.read_bytes().split(b"\n")[:-1]
-
-
-def _aside(output: Path) -> Path:
-    """Where the old output is for a moment if two folders cannot be swapped in one step."""
-    return output.parent / f".{output.name}.replaced"
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Whole lines; the last one may have been cut by a kill. None where there is no file."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    with os.fdopen(fd, "rb") as file:
+        return file.read().split(b"\n")[:-1]
 
 
-def _sync_tree(root: Path) -> None:
-    for folder, _, files in os.walk(root):
-        for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders in one step where the system can, else in two renames."""
+def _exchange(new: Path, old: Path, aside: Path) -> None:
+    """Swap two folders in one step where the system can, else in renames by way of ``aside``."""
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "renameat2", None)
     if call is not None:
@@ -297,9 +358,13 @@ def _exchange(new: Path, old: Path) -> None:
             return
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(old))
-    aside = _aside(old)
     os.rename(old, aside)
-    os.rename(new, old)
+    try:
+        os.rename(new, old)
+    except BaseException:
+        if not os.path.lexists(old):
+            os.rename(aside, old)
+        raise
     os.rename(aside, new)
 
 

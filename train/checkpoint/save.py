@@ -234,7 +234,7 @@ class Saver:
         _write_text(pending.stage / shard_names.CHECKPOINT, text)
         _sync_folder(pending.stage)
         if pending.final.exists():
-            exchange(pending.stage, pending.final)
+            exchange(pending.stage, pending.final, pending.stage.with_suffix(".replaced"))
             shutil.rmtree(pending.stage)
         else:
             os.rename(pending.stage, pending.final)

@@ -229,8 +229,7 @@ def _build_once(folder: Path, job: _Job) -> None:
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             if _summary(folder) is None:
-                options = {"single": False, "overwrite": True, "resume": False, "private": True}
-                with OutputTransaction(folder, "", **options) as stage:
+                with OutputTransaction(folder, overwrite=True, is_ours=lambda _: True) as stage:
                     _tokenise(stage.path, job)
                     stage.publish()
     except OSError as error:

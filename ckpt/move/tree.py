@@ -1,0 +1,76 @@
+"""Whole folders of an output: listed, synced and removed, however deep, with no error swallowed.
+
+`os.walk` leaves out what it cannot list, and like `shutil.rmtree` it calls itself for each level.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Each folder at and below ``root`` with the names in it that are no folders.
+
+    A folder comes before those inside it; links are not followed. Raises OSError.
+    """
+    todo = [root]
+    while todo:
+        folder = todo.pop()
+        names = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(folder / entry.name)
+                else:
+                    names.append(entry.name)
+        yield folder, names
+
+
+def remove(path: Path, keep: str = "") -> None:
+    """Remove a file, a link or a folder with all that is in it; nothing there is nothing to do.
+
+    ``keep`` is a name in the folder that goes last, so that a kill on the way leaves it.
+    """
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(info.st_mode):
+        path.unlink()
+        return
+    empty(path, keep)
+    os.rmdir(path)
+
+
+def empty(root: Path, keep: str = "") -> None:
+    """Remove everything in a folder, the file ``keep`` last."""
+    folders = []
+    for folder, names in walk(root):
+        folders.append(folder)
+        for name in names:
+            if folder != root or name != keep:
+                os.unlink(folder / name)
+    for folder in reversed(folders[1:]):
+        os.rmdir(folder)
+    if keep and os.path.lexists(root / keep):
+        os.unlink(root / keep)
+
+
+def sync(path: Path) -> None:
+    """Make one file or folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_all(root: Path) -> None:
+    """Make every file and folder at and below ``root`` durable."""
+    for folder, names in walk(root):
+        for name in names:
+            sync(folder / name)
+        sync(folder)

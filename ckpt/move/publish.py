@@ -233,6 +233,24 @@ class OutputTransaction:
                 data = data[os.write(self._journal, data) :]
             os.fsync(self._journal)
 
+    def carry_over(self, is_made: Callable[[str], bool]) -> None:
+        """Take along what the output that is to be replaced holds and this tool did not make.
+
+        ``is_made`` is asked about each file by its path below the output. Files are linked, so
+        that old and new output both have them until the old one is removed; a file of the same
+        path in the stage wins. Call it once the stage is complete, before `publish`.
+        """
+        if not self.output.is_dir():
+            return
+        with told(self.output):
+            for folder, names in tree.walk(self.output):
+                below = folder.relative_to(self.output)
+                kept = [name for name in names if not is_made((below / name).as_posix())]
+                if kept:
+                    (self.path / below).mkdir(parents=True, exist_ok=True)
+                for name in kept:
+                    tree.link(folder / name, self.path / below / name)
+
     def publish(self) -> None:
         """Sync every file and folder, then rename into place."""
         with told(self.path):

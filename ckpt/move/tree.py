@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -59,6 +64,21 @@ def empty(root: Path, keep: str = "") -> None:
         os.unlink(root / keep)
 
 
+def link(path: Path, to: Path) -> None:
+    """Give a file or link a second name, or a copy where the file system has no hard links.
+
+    What is there already is kept.
+    """
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.link(path, to, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not os.path.lexists(to):
+                shutil.copy2(path, to, follow_symlinks=False)
+
+
 def sync(path: Path) -> None:
     """Make one file or folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -72,5 +92,6 @@ def sync_all(root: Path) -> None:
     """Make every file and folder at and below ``root`` durable."""
     for folder, names in walk(root):
         for name in names:
-            sync(folder / name)
+            if not os.path.islink(folder / name):
+                sync(folder / name)
         sync(folder)

@@ -1,0 +1,293 @@
+"""The stage, the lock and the rename of an output: whose they are, and when they may be taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fixtures_safety import content, names, refused, untouched, write_hf
+
+from shardwright.ckpt import RunOptions, reshard
+from shardwright.ckpt.checkpoint.types import JOURNAL
+from shardwright.ckpt.move import lock, publish
+from shardwright.ckpt.move.publish import OutputTransaction
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder with the source ``hf``."""
+    write_hf(tmp_path / "hf", sides=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fill(stage, text="new"):
+    (stage.path / "file").write_text(text)
+    stage.begin()
+
+
+def leave(output, **facts):
+    """The lock file that a run of this machine leaves when it is killed."""
+    record = {
+        "run": "dead", "host": socket.gethostname(), "boot": lock._here()[1],
+        "space": lock._here()[2], "pid": 4_000_000, "started": "1", "stage": -1, "replaced": -1,
+        "aside": "", **facts,
+    }  # fmt: skip
+    path = output.parent / f".{output.name}.partial.lock"
+    path.write_text("\n" + json.dumps(record) + "\n")
+    return path
+
+
+# --- whose is it ------------------------------------------------------------------------------
+
+
+def test_a_users_folder_named_replaced_is_left_alone(home):
+    """A5: with and without an output, with and without a call that swaps folders."""
+    mine = home / ".out.replaced"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    with untouched(mine):
+        reshard("hf", "out", tp=2)
+        reshard("hf", "out", tp=1, run=RunOptions(overwrite=True))
+        shutil.rmtree("out")
+        reshard("hf", "out", tp=2)
+
+
+def test_a_users_folder_named_replaced_survives_without_the_swapping_call(home, monkeypatch):
+    monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: None)
+    mine = home / ".out.replaced"
+    mine.mkdir()
+    with untouched(mine):
+        reshard("hf", "out", tp=2)
+        reshard("hf", "out", tp=1, run=RunOptions(overwrite=True))
+    assert names(home) == sorted([".out.replaced", "hf", "out"])
+
+
+def test_a_checkpoint_of_the_users_in_the_place_of_the_stage_is_not_emptied(home):
+    shutil.copytree("hf", ".out.partial")
+    with untouched(home):
+        refused(lambda: reshard("hf", "out", tp=2), "in the way")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to give files away")
+def test_a_stage_of_another_user_is_refused(home):
+    """A4: what another user put there would be written through and published."""
+    stage = home / ".out.partial"
+    stage.mkdir()
+    (stage / JOURNAL).write_text("")
+    os.chown(stage, 12345, 12345)
+    with untouched(home):
+        refused(lambda: reshard("hf", "out", tp=2), ".out.partial", "another user")
+        refused(lambda: reshard("hf", "out", tp=2, run=RunOptions(resume=True)), "another user")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o702])
+def test_a_stage_into_which_others_may_write_is_refused(mode, home):
+    stage = home / ".out.partial"
+    stage.mkdir()
+    (stage / JOURNAL).write_text("")
+    stage.chmod(mode)
+    refused(lambda: reshard("hf", "out", tp=2), "other users may write", f"{mode:o}")
+
+
+def test_while_it_grows_an_output_is_closed_to_others(home):
+    with OutputTransaction(home / "out") as stage:
+        assert stat.S_IMODE(stage.path.stat().st_mode) == 0o700
+        fill(stage)
+        stage.publish()
+    assert stat.S_IMODE((home / "out").stat().st_mode) == publish.folder_mode(0o666)
+
+
+# --- locks ------------------------------------------------------------------------------------
+
+
+def test_without_flock_two_runs_into_one_output_are_kept_apart(home, monkeypatch):
+    """H2: flock succeeds for everybody, as on clients of a network file system."""
+    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: None)
+    with OutputTransaction(home / "out") as first:
+        fill(first)
+        second = OutputTransaction(home / "out", overwrite=True)
+        refused(second.open, "another run is writing it", f"process {os.getpid()}", "--break-lock")
+        assert (first.path / "file").exists()
+        first.publish()
+    assert names(home) == ["hf", "out"]
+
+
+def test_without_flock_the_lock_of_a_dead_process_is_taken_over(home, monkeypatch):
+    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: None)
+    leave(home / "out")
+    reshard("hf", "out", tp=2)
+    assert names(home) == ["hf", "out"]
+
+
+def test_a_lock_of_another_machine_holds_for_ten_minutes_after_its_last_touch(home):
+    path = leave(home / "out", host="elsewhere", boot="other")
+    with untouched(home):
+        refused(lambda: reshard("hf", "out", tp=2), "on elsewhere", "--break-lock")
+    old = time.time() - lock.STALE_SECONDS - 5
+    os.utime(path, (old, old))
+    reshard("hf", "out", tp=2)
+    assert names(home) == ["hf", "out"]
+
+
+def test_break_lock_takes_over_at_once(home):
+    leave(home / "out", host="elsewhere", boot="other")
+    reshard("hf", "out", tp=2, run=RunOptions(break_lock=True))
+    assert names(home) == ["hf", "out"]
+
+
+def test_a_run_touches_its_lock(home, monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.01)
+    with OutputTransaction(home / "out") as stage:
+        os.utime(stage.lock.path, (1, 1))
+        stop = time.monotonic() + 20
+        while stage.lock.path.stat().st_mtime < 2:
+            assert time.monotonic() < stop
+            time.sleep(0.01)
+
+
+def test_a_run_whose_lock_was_taken_publishes_nothing(home):
+    with OutputTransaction(home / "out") as first:
+        fill(first)
+        os.unlink(first.lock.path)
+        leave(home / "out", host="elsewhere")
+        refused(first.publish, "another run has taken")
+    assert not (home / "out").exists()
+    assert (home / ".out.partial.lock").exists()  # the other's
+    assert (home / ".out.partial/file").exists()
+
+
+def test_a_lock_file_of_another_user_says_nothing_about_what_may_be_removed(home):
+    if os.geteuid() != 0:
+        pytest.skip("needs the right to give files away")
+    mine = home / ".out.mine"
+    mine.mkdir()
+    path = leave(home / "out", aside=".out.mine", replaced=mine.stat().st_ino)
+    os.chown(path, 12345, 12345)
+    with untouched(home):
+        refused(lambda: reshard("hf", "out", tp=2), "another user")
+
+
+def test_overwriting_runs_one_after_another_never_meet_in_the_stage(home):
+    """H1: what was replaced lies in the stage's place for a moment, and is not a stage."""
+    faults: list[BaseException] = []
+    whole = {"a" * 100, "b" * 100}
+
+    def writer(text: str) -> None:
+        done = 0
+        while done < 25:
+            try:
+                with OutputTransaction(home / "out", overwrite=True) as stage:
+                    fill(stage, text)
+                    stage.publish()
+                done += 1
+            except ValueError as error:
+                if "another run is writing it" not in str(error):
+                    faults.append(error)
+                    return
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=writer, args=(text,)) for text in whole]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert content(home / "out")["file"].decode() in whole
+    assert names(home) == ["hf", "out"]
+
+
+# --- errors and interrupts --------------------------------------------------------------------
+
+
+def test_an_error_while_the_stage_is_entered_leaves_nothing(home, monkeypatch):
+    """G2."""
+
+    def fails(self):
+        raise OSError(5, "Input/output error")
+
+    for name in ("_make_stage", "_open_journal", "_check_output"):
+        with monkeypatch.context() as patch:
+            patch.setattr(OutputTransaction, name, fails)
+            with untouched(home):
+                refused(lambda: reshard("hf", "new/deep/out", tp=2), "Input/output error")
+
+
+def test_a_second_ctrl_c_does_not_stop_the_tidying(home, monkeypatch):
+    real, calls = publish.tree.remove, []
+
+    def remove(path, keep=""):
+        calls.append(path)
+        if len(calls) < 3:
+            raise KeyboardInterrupt
+        real(path, keep)
+
+    monkeypatch.setattr(publish.tree, "remove", remove)
+    stage = OutputTransaction(home / "out")
+    stage.open()
+    fill(stage)
+    with pytest.raises(KeyboardInterrupt):
+        stage.close(failed=True)
+    assert names(home) == ["hf"]
+
+
+def test_an_output_of_many_folders_inside_each_other_is_published_and_replaced(home):
+    """G2: `os.walk` and `shutil.rmtree` call themselves for each level."""
+    for text in ("old", "new"):
+        with OutputTransaction(home / "out", overwrite=True) as stage:
+            deep = stage.path
+            for _ in range(1200):
+                deep = deep / "d"
+                os.mkdir(deep)
+            fill(stage, text)
+            stage.publish()
+    assert (home / "out/file").read_text() == "new"
+    assert names(home) == ["hf", "out"]
+    publish.tree.remove(home / "out")
+
+
+# --- what the trainer needs -------------------------------------------------------------------
+
+
+def test_what_this_tool_did_not_make_is_carried_over(home):
+    """E1: a user's files in a folder that a checkpoint is saved to."""
+    out = home / "out"
+    (out / "sub").mkdir(parents=True)
+    (out / "file").write_text("old")
+    (out / "old-rank").write_text("old")
+    (out / "sub/notes.txt").write_text("mine")
+    (out / "link").symlink_to("/nowhere")
+    with OutputTransaction(out, overwrite=True) as stage:
+        fill(stage)
+        stage.carry_over(lambda name: name in ("file", "old-rank"))
+        stage.publish()
+    assert (out / "file").read_text() == "new"
+    assert (out / "sub/notes.txt").read_text() == "mine"
+    assert os.readlink(out / "link") == "/nowhere"
+    assert names(out) == ["file", "link", "sub"]
+
+
+def test_several_processes_write_into_one_stage(home):
+    stage = OutputTransaction(home / "out")
+    stage.open()
+    assert publish.stage_of(home / "out") == stage.path
+    pids = []
+    for rank in range(3):
+        pid = os.fork()
+        if pid == 0:
+            Path(stage.path / f"rank{rank}").write_text(str(rank))
+            os._exit(0)
+        pids.append(pid)
+    assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
+    stage.begin()
+    stage.publish()
+    stage.close()
+    assert content(home / "out") == {f"rank{i}": str(i).encode() for i in range(3)}
+    assert names(home) == ["hf", "out"]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.types import JOURNAL, Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .formats import foreign as deepspeed
-from .formats import formats
+from .formats import Format, foreign, formats
+from .formats.native.names import CHECKPOINT, NAME
+from .formats.native.reader import is_described
 from .move.publish import snapshot
-from .move.storage import StoragePath, Where, storage_path
+from .move.storage import StoragePath, Where, storage_path, watching
 
 if TYPE_CHECKING:
     from .lazy import LazyArray
@@ -26,14 +27,47 @@ def read_checkpoint(path: Where, options: ReadOptions | None = None) -> Checkpoi
     options = options or ReadOptions()
     where = follow(path, options.iteration)
     _check_finished(where)
-    for fmt in formats():
-        if fmt.sniff(where):
-            found = fmt.read(where, options)
-            found.seen = snapshot(
-                [*(f.path for f in found.files), *found.described_by], where.storage
-            )
-            return found
-    raise CheckpointError(f"{where}: {_unknown(where)}")
+    if pointers := foreign.lfs_pointers(where):
+        raise CheckpointError(f"{where}: {pointers}")
+    chosen, notes = _format_of(where, options.format)
+    with watching() as seen:
+        found = chosen.read(where, options)
+    paths = [*(f.path for f in found.files), *found.described_by]
+    unopened = snapshot([path for path in paths if path not in seen], where.storage)
+    found.seen = {**unopened, **{path: seen[path] for path in paths if path in seen}}
+    found.notes += notes
+    return found
+
+
+def _format_of(where: StoragePath, asked: str | None) -> tuple[Format, list[str]]:
+    """The format to read a path as, and a line where it is not the only one that fits.
+
+    A valid checkpoint.json names its own files, so what lies beside them is something else. Two
+    formats without one are refused until the user says which.
+    """
+    known = {fmt.NAME: fmt for fmt in formats()}
+    if asked is not None and asked not in known:
+        raise CheckpointError(f"--format {asked}: not a format; known are {', '.join(known)}")
+    part = foreign.what_file(where) if where.is_file() else ""
+    if part:
+        raise CheckpointError(f"{where}: {part}")
+    fits = [name for name, fmt in known.items() if fmt.sniff(where)]
+    if not fits:
+        raise CheckpointError(f"{where}: {_unknown(where)}")
+    if asked is not None and asked not in fits:
+        raise CheckpointError(f"{where}: --format {asked}: it holds {' and '.join(fits)}")
+    if asked is not None or len(fits) == 1:
+        return known[asked or fits[0]], []
+    if fits[0] != NAME or not is_described(where):
+        raise CheckpointError(
+            f"{where}: holds checkpoints of {len(fits)} formats, {' and '.join(fits)}; say which "
+            f"with --format, e.g. --format {fits[0]}"
+        )
+    others = " and ".join(fits[1:])
+    return known[fits[0]], [
+        f"{where}: beside what {CHECKPOINT} describes lie files of the format {others}, "
+        f"not read (--format {fits[1]} reads them)"
+    ]
 
 
 def _check_finished(path: StoragePath) -> None:
@@ -53,7 +87,7 @@ def follow(path: Where, iteration: int | None = None) -> StoragePath:
     """
     where = storage_path(path)
     if not where.exists():
-        raise CheckpointError(f"{str(path)!r}: there is no such file or folder")
+        raise CheckpointError(f"{str(path)!r}: {foreign.what_is_absent(str(path))}")
     where = where.real()
     return _latest(where) if iteration is None else _numbered(where, iteration)
 
@@ -95,8 +129,8 @@ def _unknown(path: StoragePath) -> str:
     """Name what the path looks like and the way on, where we know its kind."""
     if path.is_file():
         return "not a .safetensors or .bin file"
-    if deepspeed.is_deepspeed(path):
-        return deepspeed.WAY_OUT
+    if says := foreign.what_folder(path):
+        return says
     listed = ", ".join(sorted(child.name for child in path.iterdir())[:5]) or "nothing"
     return (
         "no checkpoint here: neither model_tp_X_pp_Y rank files nor Hugging Face weights "
@@ -139,13 +173,15 @@ def open_checkpoint(
     layout: Mapping[str, str] | None = None,
     vocab_size: int | None = None,
     iteration: int | None = None,
+    format: str | None = None,
 ) -> OpenCheckpoint:
     """Open any readable checkpoint.
 
     ``config`` names a folder or file of a Hugging Face config where the checkpoint has none,
     ``layout`` says layout tags of a foreign folder, ``vocab_size`` the true number of vocabulary
-    rows, ``iteration`` picks one checkpoint of a folder that holds several. They only fill what
-    the checkpoint does not record. Raises CheckpointError.
+    rows, ``iteration`` picks one checkpoint of a folder that holds several, ``format`` one of two
+    formats in a folder. They only fill what the checkpoint does not record. Raises
+    CheckpointError.
     """
-    options = ReadOptions(config, layout or {}, vocab_size, iteration=iteration)
+    options = ReadOptions(config, layout or {}, vocab_size, iteration=iteration, format=format)
     return OpenCheckpoint(read_checkpoint(path, options))

@@ -64,7 +64,7 @@ def add_reading(made: argparse.ArgumentParser, *, sides: bool = False) -> None:
         _add_source(made.add_argument_group(f"about {side.upper()} of two checkpoints"), side)
 
 
-_READING = ("config", "layout", "vocab_size", "iteration")
+_READING = ("config", "layout", "vocab_size", "iteration", "format")
 
 
 def _add_source(made: argparse._ActionsContainer, side: str) -> None:
@@ -79,6 +79,11 @@ def _add_source(made: argparse._ActionsContainer, side: str) -> None:
         if not side else f"layout tag{of}",
     )  # fmt: skip
     made.add_argument(f"--vocab-size{end}", type=int, metavar="N", help=f"true vocabulary rows{of}")
+    made.add_argument(
+        f"--format{end}", metavar="FORMAT",
+        help="shards, megatron, torch_dist or hf, for a folder that holds two of them"
+        if not side else f"format{of}",
+    )  # fmt: skip
     made.add_argument(
         f"--iteration{end}", type=int, metavar="N",
         help="of a folder that holds several checkpoints (default: the newest)"
@@ -150,9 +155,9 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
     from shardwright.ckpt import ReadOptions
     from shardwright.ckpt.model.layout import parse_layout
 
-    config, layout, vocab, iteration = (getattr(args, name + side) for name in _READING)
+    config, layout, vocab, iteration, kind = (getattr(args, name + side) for name in _READING)
     folder = Path(os.path.expanduser(config)) if config else None
-    return ReadOptions(folder, parse_layout(layout), vocab, iteration=iteration)
+    return ReadOptions(folder, parse_layout(layout), vocab, iteration=iteration, format=kind)
 
 
 def read_options_of_two(

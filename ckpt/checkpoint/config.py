@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .. import families
-from ..errors import CheckpointError
+from ..errors import CheckpointError, raise_all
 from ..model.family import Model, evaluate, model_flags, placeholders
 from ..move.storage import StoragePath, Where, storage_path
+from .function import contradictions, settings
 from .json_io import load_json
 from .types import ReadOptions
 
@@ -24,6 +25,30 @@ def find_config(folder: Where, options: ReadOptions) -> StoragePath | None:
         return path
     own = storage_path(folder) / "config.json"
     return own if own.is_file() else None
+
+
+def check_config(folder: StoragePath, options: ReadOptions) -> None:
+    """The user's config may fill what the folder's own leaves out, and not contradict it.
+
+    CheckpointError names each setting that would change the function, with both values.
+    """
+    own = folder / "config.json"
+    given = find_config(folder, options)
+    if options.config is None or given is None or given == own or not own.is_file():
+        return
+    says = []
+    for path in (own, given):
+        config = load_json(path, finite=False)
+        known = families.is_known(config.get("model_type"))
+        says.append(settings(config, load_model(path) if known else None))
+    raise_all(
+        (
+            f"{name} is {one!r:.80} in {own}, {other!r:.80} in {given}"
+            for name, (one, other) in contradictions(*says).items()
+        ),
+        "--config describes another model than the checkpoint's own config.json; leave it out, or "
+        "change the checkpoint's own if that is wrong",
+    )
 
 
 def load_model(path: Where, vocab_size: int | None = None) -> Model:

@@ -30,6 +30,7 @@ class ReadOptions:
     vocab_size: int | None = None  # true rows of the vocabulary
     weights_only: bool = False  # leave optimizer files alone
     iteration: int | None = None  # of a folder that holds several
+    format: str | None = None  # NAME of a format, where a folder holds two
 
 
 def filled(recorded: Value | None, given: Value | None, option: str, origin: str) -> Value | None:

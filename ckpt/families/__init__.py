@@ -27,6 +27,11 @@ def tables() -> dict[str, Family]:
     return found
 
 
+def is_known(model_type: object) -> bool:
+    """Whether a config's ``model_type``, which may be anything, has a table."""
+    return isinstance(model_type, str) and model_type in tables()
+
+
 def find(model_type: object, origin: str) -> Family:
     """The family of a config's ``model_type``; CheckpointError lists the known ones."""
     family = tables().get(model_type) if isinstance(model_type, str) else None

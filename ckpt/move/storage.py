@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Protocol
@@ -199,6 +200,23 @@ def _stat(info: os.stat_result) -> Stat:
 LOCAL = LocalStorage()
 
 
+_WATCHED: ContextVar[dict[str, FileIdentity] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watching() -> Iterator[dict[str, FileIdentity]]:
+    """The identity of every file that this thread opens, as it was when it was first opened.
+
+    A file that is exchanged after its header was read has another one from then on.
+    """
+    seen: dict[str, FileIdentity] = {}
+    token = _WATCHED.set(seen)
+    try:
+        yield seen
+    finally:
+        _WATCHED.reset(token)
+
+
 # --- paths ------------------------------------------------------------------------------------
 
 
@@ -315,6 +333,8 @@ class StoragePath:
                 found = self.storage.stat_open(file)
             if found.kind != FILE:
                 raise CheckpointError(f"{self}: is not a regular file")
+            if (seen := _WATCHED.get()) is not None:
+                seen.setdefault(str(self.pure), found.identity)
             yield OpenFile(self, found.size, file)
         finally:
             self.storage.close(file)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from ...checkpoint.config import find_config, load_model
+from ...checkpoint.config import check_config, find_config, load_model
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
 from ...checkpoint.types import Checkpoint, FileSummary, ReadOptions
 from ...errors import CheckpointError, raise_all
-from ...families import tables
+from ...families import is_known
 from ...model.box import full
-from ...model.dtypes import ITEMSIZE
+from ...model.dtypes import CASTABLE, ITEMSIZE
 from ...model.family import Model
 from ...model.file_layout import Entry, Index
 from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
@@ -42,9 +42,15 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     _check_options(path, options)
     folder = path if path.is_dir() else path.parent
     config = find_config(folder, options)
-    model = _model(config, options)
+    check_config(folder, options)
     indices = list(_indices(path))
+    _check_plain(config, indices)
+    model = _model(config, options)
     result = Checkpoint(path, NAME, Manifest({}, {}), model)
+    if config is None:
+        result.notes.append(
+            f"{path}: no config.json, so names and shapes are not checked (--config HF_DIR)"
+        )
     if model is None and config is not None:
         result.unknown_model = _unknown_model(config)
         result.notes.append(f"{config}: no family table for this model; tensors pass as they are")
@@ -158,13 +164,54 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: StoragePath
             faults.append(f"{fqn}: unknown tensor of shape {list(meta.shape)}")
         elif meta.shape != wanted[fqn]:
             faults.append(f"{fqn}: shape {list(meta.shape)}, {said} {list(wanted[fqn])}")
-        elif meta.dtype.startswith("F8_"):
-            faults.append(f"{fqn}: {meta.dtype} without a scale; dequantize the weights first")
-    raise_all(faults, f"{path}: not the {model.family.name} model of its config")
+        elif meta.dtype not in CASTABLE:
+            faults.append(
+                f"{fqn}: {meta.dtype} and no scale: quantized weights under a config that says "
+                "nothing of it; dequantize the weights first"
+            )
+    wrapper = _wrapper(model, metas, wanted)
+    raise_all(faults, wrapper or f"{path}: not the {model.family.name} model of its config")
     padding = {fqn: meta for fqn, meta in metas.items() if meta.elastic}
     ordered = {fqn: metas[fqn] for fqn in wanted} | padding
     metas.clear()
     metas.update(ordered)
+
+
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "module.": "DistributedDataParallel or DeepSpeed",
+    "_fsdp_wrapped_module.": "FSDP",
+    "base_model.model.": "peft",
+}
+
+
+def _wrapper(
+    model: Model, metas: Mapping[str, TensorMeta], wanted: Mapping[str, tuple[int, ...]]
+) -> str:
+    """What to say first where all names have a wrapper's prefix; "" where they have none."""
+    for prefix, of in _WRAPPERS.items():
+        inner = [fqn.removeprefix(prefix) for fqn in metas if fqn.startswith(prefix)]
+        if len(inner) == len(metas) and any(fqn in wanted for fqn in inner):
+            return (
+                f"every name begins with {prefix!r}, which {of} puts around a model "
+                f"({next(iter(metas))}); save the model inside it, or take the prefix off the "
+                "names of its state_dict"
+            )
+    return ""
+
+
+def _check_plain(config: StoragePath | None, indices: Sequence[Index]) -> None:
+    """A quantization_config left behind in a folder whose weights are plain again."""
+    if config is None:
+        return
+    table = load_json(config, finite=False)
+    said = table.get("quantization_config") if is_known(table.get("model_type")) else None
+    kinds = {entry.dtype for index in indices for entry in index.entries.values()}
+    if said is not None and kinds <= set(CASTABLE):
+        raise CheckpointError(
+            f"{config}: has a quantization_config, and the weights are plain "
+            f"({', '.join(sorted(kinds))}); take the key out if they were dequantized"
+        )
 
 
 def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
@@ -172,7 +219,7 @@ def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
     if config is None:
         return None
     kind = load_json(config, finite=False).get("model_type")
-    known = not isinstance(kind, str) or kind in tables()
+    known = not isinstance(kind, str) or is_known(kind)
     return load_model(config, options.vocab_size) if known and kind is not None else None
 
 

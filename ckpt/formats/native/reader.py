@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.config import find_config, load_model
+from ...checkpoint.config import check_config, find_config, load_model
 from ...checkpoint.json_io import load_json, read_digests
 from ...checkpoint.state import TrainingState
 from ...checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, filled
@@ -55,6 +55,11 @@ def sniff(path: StoragePath) -> bool:
     return any((m := FILE.fullmatch(c.name)) and m[1] != "optimizer" for c in path.iterdir())
 
 
+def is_described(path: StoragePath) -> bool:
+    """Whether a folder has a valid checkpoint.json; damaged ones are refused when they are read."""
+    return (path / CHECKPOINT).is_file() and "mesh" in load_json(path / CHECKPOINT)
+
+
 @dataclass(frozen=True, slots=True)
 class _Header:
     """What checkpoint.json, or detection in its place, says."""
@@ -77,7 +82,9 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
             f"{path}: has no config.json, so the packing of its rows is unknown; name the folder "
             "of the Hugging Face config with --config"
         )
+    check_config(path, options)
     model = load_model(config, _vocab(path, table, options))
+    _check_vocab(path, table, config, model)
     if table.get("family", model.family.name) != model.family.name:
         raise CheckpointError(
             f"{path / CHECKPOINT}: family {table['family']!r}, {config} says {model.family.name!r}"
@@ -119,6 +126,18 @@ def _vocab(path: StoragePath, table: Mapping[str, object], options: ReadOptions)
     if said is not None and (type(said) is not int or said <= 0):
         raise CheckpointError(f"{path / CHECKPOINT}: vocab_size is {said!r}")
     return filled(said, options.vocab_size, "--vocab-size", f"{path / CHECKPOINT}: vocab_size")
+
+
+def _check_vocab(
+    path: StoragePath, table: Mapping[str, object], config: StoragePath, model: Model
+) -> None:
+    """The two files beside the weights describe one model."""
+    said, other = table.get("vocab_size"), model.config.get("vocab_size")
+    if said is not None and type(other) is int and said != other:
+        raise CheckpointError(
+            f"{path / CHECKPOINT}: vocab_size is {said}, {config} says {other}; was one of them "
+            "taken from another model?"
+        )
 
 
 def _mesh_shape(path: StoragePath, names: RankNames, table: Mapping[str, object]) -> dict[str, int]:
@@ -275,7 +294,11 @@ class _Reader:
         if table.get("step") is not None:
             result.step = self._whole("step", 0, least=0)
         state = TrainingState.of(table, str(self.path / CHECKPOINT)).table()
-        result.digests = read_digests(table.get("files"), self.path / CHECKPOINT)
+        result.digests = {
+            name: row
+            for name, row in read_digests(table.get("files"), self.path / CHECKPOINT).items()
+            if not self._unneeded(name)
+        }
         self._check_sizes()
         result.random_states = tuple(
             SideFile(f.name, str(f))
@@ -303,12 +326,25 @@ class _Reader:
         local = any(self._first_layer(coord, index) for coord, index in self.indices.items())
         self.result.notes.append(
             f"{self.path}: no checkpoint.json; assumed layout {tags} (--layout KEY=VALUE "
-            f"overrides), layers per stage {stages}, "
+            f"says another), layers per stage {stages}, "
             f"numbered {'locally, from 0 on each stage' if local else 'globally'}"
         )
 
+    def _unneeded(self, name: str) -> bool:
+        """Whether a recorded file is of the optimizer, and the optimizer is not asked for."""
+        match = FILE.fullmatch(name)
+        return self.options.weights_only and match is not None and match[1] == "optimizer"
+
     def _check_sizes(self) -> None:
+        lost = [n for n in self.result.digests if (m := FILE.fullmatch(n)) and m[1] == "optimizer"]
+        if lost and not self.names.optimizer:  # merges and --weights-only do without
+            self.result.unread_optimizer = (
+                f"{self.path / lost[0]}: is missing, {CHECKPOINT} records {len(lost)} optimizer "
+                f"files; {WITHOUT}"
+            )
         for name, (size, _) in self.result.digests.items():
+            if name in lost and not self.names.optimizer:
+                continue
             file = self.path / name
             now = file.size() if file.is_file() else None
             if now != size:

@@ -16,7 +16,7 @@ from ....model.file_layout import Entry, Index
 from ....model.manifest import SideFile
 from ....model.mesh import Coord, Mesh
 from ....move.storage import StoragePath
-from ... import foreign as deepspeed
+from ... import foreign
 from ...native.names import MAX_RANKS
 from .. import args_codec
 from .. import names as megatron_names
@@ -68,7 +68,7 @@ def is_dist(path: StoragePath) -> bool:
 
 def has_ranks(path: StoragePath) -> bool:
     """Whether rank folders lie here. Files of such names are DeepSpeed's."""
-    return any(RANK.fullmatch(c.name) and c.is_dir() for c in path.iterdir())
+    return path.is_dir() and any(RANK.fullmatch(c.name) and c.is_dir() for c in path.iterdir())
 
 
 def iteration_folder(path: StoragePath, wanted: int | None) -> StoragePath:
@@ -82,7 +82,10 @@ def iteration_folder(path: StoragePath, wanted: int | None) -> StoragePath:
         name, origin = f"iter_{wanted:07d}", f"--iteration says {wanted}"
     else:
         if not tracker.is_file():
-            raise CheckpointError(f"{tracker}: is missing; name an iteration with --iteration N")
+            raise CheckpointError(
+                f"{tracker}: is missing; name an iteration with --iteration N, or give one of "
+                f"these folders: {_listed_iterations(path)}"
+            )
         text = tracker.read_text().strip()
         if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
             raise CheckpointError(
@@ -92,8 +95,8 @@ def iteration_folder(path: StoragePath, wanted: int | None) -> StoragePath:
         name = text if text == "release" else f"iter_{int(text):07d}"
         origin = f"{tracker.name} says {text}"
     folder = path / name
-    if not folder.is_dir() and deepspeed.is_deepspeed(path):
-        raise CheckpointError(f"{path}: {deepspeed.WAY_OUT}")  # its tracker is Megatron-LM's
+    if not folder.is_dir() and foreign.is_deepspeed(path):
+        raise CheckpointError(f"{path}: {foreign.WAY_OUT}")  # its tracker is Megatron-LM's
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: is not there, and {origin}; iterations here: {_listed_iterations(path)} "
@@ -146,6 +149,11 @@ def rank_files(folder: StoragePath) -> dict[Coord, RankFile]:
         if match and child.is_dir():
             found.append((tuple(None if n is None else int(n) for n in match.groups()), child))
     if not found:
+        if inner := [child for child in iterations(folder) if has_ranks(child)]:
+            raise CheckpointError(
+                f"{folder}: holds no mp_rank_TT folder but {inner[0].name}, an iteration inside an "
+                f"iteration; give {inner[0]}"
+            )
         raise CheckpointError(
             f"{folder}: an unfinished save (it holds no mp_rank_TT folder){others(folder)}"
         )

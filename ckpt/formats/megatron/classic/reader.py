@@ -42,8 +42,9 @@ def sniff(path: StoragePath) -> bool:
     """Whether ``path`` is such a folder, or the folder of one of its iterations."""
     if not path.is_dir():
         return False
-    if (path / TRACKER).is_file():
-        return not any(megatron_files.is_dist(c) for c in megatron_files.iterations(path))
+    iterations = megatron_files.iterations(path)
+    if (path / TRACKER).is_file() or any(megatron_files.has_ranks(c) for c in iterations):
+        return not any(megatron_files.is_dist(c) for c in iterations)
     return megatron_files.has_ranks(path) and not megatron_files.is_dist(path)
 
 

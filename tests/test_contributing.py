@@ -95,25 +95,34 @@ def test_the_family_recipe_gives_a_family_that_reshards_and_merges(
     assert same_tensors(tmp_path / "hf/model.safetensors", tmp_path / "x/model.safetensors")
 
 
-def test_the_format_recipe_gives_a_format_that_opens_and_merges(
+def test_the_format_recipe_gives_a_format_that_is_read_written_and_merged(
     package: Path, tmp_path: Path
 ) -> None:
-    path = "ckpt/formats/npy.py"
-    (package / "shardwright" / path).write_text(snippet(path))
+    for name in ("reader", "writer"):
+        path = package / f"shardwright/ckpt/formats/npy/{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.with_name("__init__.py").touch()
+        path.write_text(snippet(f"ckpt/formats/npy/{name}.py"))
     known = package / "shardwright/ckpt/formats/__init__.py"
-    line = snippet("ckpt/formats/__init__.py")
-    text, count = re.subn(r"^_READERS = \(.*?\)\n", line, known.read_text(), flags=re.M | re.S)
+    lines = snippet("ckpt/formats/__init__.py")
+    text, count = re.subn(
+        r"^_READERS = \(.*?\)\n_WRITERS = \(.*?\)\n", lines, known.read_text(), flags=re.M | re.S
+    )
     assert count == 1
     known.write_text(text)
     tensors = unique({"a": (3, 4), "b": (5,)})
     (tmp_path / "arrays").mkdir()
     for name, array in tensors.items():
         np.save(tmp_path / "arrays" / f"{name}.npy", array)
-    out = tmp_path / "one.safetensors"
-    run(package, tool("merge_ckpt"), str(tmp_path / "arrays"), "--output", str(out))
-    found = load_file(out)
+    one = tmp_path / "one.safetensors"
+    run(package, tool("merge_ckpt"), str(tmp_path / "arrays"), "--output", str(one))
+    found = load_file(one)
     assert found.keys() == tensors.keys()
     assert all(np.array_equal(found[k], tensors[k]) for k in tensors)
+    back = tmp_path / "back"
+    run(package, tool("reshard"), str(one), "--to", "npy", "--output", str(back))
+    assert {file.name for file in back.iterdir()} == {"a.npy", "b.npy"}
+    assert all(np.array_equal(np.load(back / f"{k}.npy"), tensors[k]) for k in tensors)
 
 
 def test_the_axis_recipe_gives_an_axis_that_files_are_split_over(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
 from .model.design import Design, check_design
+from .model.dtypes import TO_TORCH
 from .model.manifest import SideFile
 from .model.planner import Copy, Plan, Tolerance, chunk_count, plan, resolve
 from .move.progress import Progress, human
@@ -68,7 +70,8 @@ class Report:
         c = self.plan.coverage
         verb = "would write" if self.dry_run else "wrote"
         out = [
-            f"{verb} {self.output}: {len(self.files)} files, {c.tensors} tensors, "
+            f"{verb} {self.output}: {_count(len(self.files), 'file')}, "
+            f"{_count(c.tensors, 'tensor')}, "
             f"{human(sum(n for _, n in self.files))}"
         ]
         if self.dry_run:
@@ -80,9 +83,9 @@ class Report:
         if c.tied:
             out.append(f"tied copies of the embedding: {c.tied}")
         if c.replicas:
-            out.append(f"replicas: {c.replicas} chunks, {self._replicas_said}")
+            out.append(f"replicas: {_count(c.replicas, 'chunk')}, {self._replicas_said}")
         for reason, (tensors, nbytes) in c.dropped.items():
-            out.append(f"dropped {tensors} tensors, {human(nbytes)}: {reason}")
+            out.append(f"dropped {_count(tensors, 'tensor')}, {human(nbytes)}: {reason}")
         out += [f"xxh3-128 {digest}  {name}" for name, digest in self.digests.items()]
         if not self.dry_run and self.seconds:
             out.append(f"{self.seconds:.2f} s, {human(int(c.written_bytes / self.seconds))}/s")
@@ -90,7 +93,13 @@ class Report:
 
     @property
     def _replicas_said(self) -> str:
-        return "compared, equal" if self.plan.replicas else "not compared (--replicas first)"
+        if not self.plan.replicas:
+            return "not compared (--replicas first)"
+        return "to be compared" if self.dry_run else "compared, equal"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # (design, file name -> size and digest) -> the text files that are written last
@@ -270,6 +279,7 @@ def _move(
     sealer = ChecksumFollower(design, work, checksum=options.checksum)
     lock = threading.Lock()
     faults: list[str] = []
+    overflows: Counter[str] = Counter()
     pending: dict[int, tuple[float, list[int]]] = {}
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
@@ -295,25 +305,30 @@ def _move(
             mover.files.sync()
             with lock:
                 stage.record(finished)
-                for fqn, count in mover.overflows.items():
-                    report.notes.append(_overflow(fqn, count))
+                overflows.update(mover.overflows)
             pending[threading.get_ident()] = (time.monotonic(), [])
             mover.overflows.clear()
 
     def finish(mover: Mover) -> None:
         sealer.follow_all(mover.files, mover.stop)
         with lock:
-            report.notes.extend(_overflow(f, n) for f, n in mover.overflows.items())
+            overflows.update(mover.overflows)
 
     total = made.coverage.written_bytes
     with Progress(total, report.output.name, quiet=options.quiet) as progress:
         run_units(work, budget, each, finish=finish)
     raise_all(faults, "pass --replicas first to take the first of each")
+    report.notes += _overflow_notes(overflows, design)
     return sealer.close(options.threads)
 
 
-def _overflow(fqn: str, count: int) -> str:
-    return f"warning: {fqn}: {count} finite values became infinite in half precision"
+def _overflow_notes(overflows: Mapping[str, int], design: Design) -> list[str]:
+    """A warning for each tensor with values that its new dtype cannot hold."""
+    return [
+        f"warning: {fqn}: {count} finite values became infinite in "
+        f"{TO_TORCH[design.manifest.tensors[fqn].dtype]}"
+        for fqn, count in sorted(overflows.items())
+    ]
 
 
 def digests(paths: Sequence[str], workers: int) -> dict[str, str]:

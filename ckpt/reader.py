@@ -25,6 +25,8 @@ LATEST = "latest"  # text file in a save folder: the name of its newest checkpoi
 def read_checkpoint(path: Where, options: ReadOptions | None = None) -> Checkpoint:
     """The checkpoint at ``path``, headers only. Raises CheckpointError where none is found."""
     options = options or ReadOptions()
+    if options.vocab_size is not None and options.vocab_size < 1:
+        raise CheckpointError(f"--vocab-size {options.vocab_size}: must be at least 1")
     where = follow(path, options.iteration)
     _check_finished(where)
     if pointers := foreign.lfs_pointers(where):

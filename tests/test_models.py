@@ -187,11 +187,38 @@ def test_a_cast_leaves_optimizer_state_and_integers_alone(tmp_path):
     assert_same(found, {**odd, "w": torch.ones(3, dtype=torch.bfloat16)})
 
 
-def test_values_that_overflow_half_precision_are_counted_in_the_report(tmp_path):
-    x = torch.tensor([1.0, 65504.0, 65519.0, 65520.0, -1e6, float("inf"), float("nan")])
-    save_file({"x": x}, tmp_path / "in.safetensors", {"format": "pt"})
-    report = merge(tmp_path / "in.safetensors", tmp_path / "out.bin", dtype="fp16", run=QUIET)
-    assert any("x: 2 finite values became infinite" in line for line in report.lines())
+@pytest.mark.parametrize(
+    ("source", "dtype", "said"),
+    [
+        (torch.float32, "fp16", "float16"),
+        (torch.bfloat16, "fp16", "float16"),
+        (torch.float64, "fp16", "float16"),
+        (torch.float32, "bf16", "bfloat16"),
+        (torch.float64, "bf16", "bfloat16"),
+        (torch.float64, "fp32", "float32"),
+    ],
+)
+def test_values_that_a_smaller_type_cannot_hold_are_counted_in_the_report(
+    source, dtype, said, tmp_path
+):
+    """C4: for every pair of types, not for fp16 alone."""
+    to = getattr(torch, said)
+    most, wide = torch.finfo(to).max, torch.finfo(source).max
+    x = torch.tensor([1.0, most / 2, wide, -wide, -float("inf"), float("nan"), wide], dtype=source)
+    wanted = int((x.isfinite() & x.to(to).isinf()).sum())
+    assert wanted == 3
+    save_file({"x": x.reshape(7, 1)}, tmp_path / "in.safetensors", {"format": "pt"})
+    report = merge(tmp_path / "in.safetensors", tmp_path / "out.bin", dtype=dtype, run=QUIET)
+    lines = [line for line in report.lines() if "became infinite" in line]
+    assert lines == [f"warning: x: 3 finite values became infinite in {said}"]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_infinities_and_nans_of_the_source_are_no_overflows(dtype, tmp_path):
+    x = torch.tensor([float("inf"), -float("inf"), float("nan"), -float("nan"), 60000.0])
+    save_file({"x": x.double()}, tmp_path / "in.safetensors", {"format": "pt"})
+    report = merge(tmp_path / "in.safetensors", tmp_path / "out.bin", dtype=dtype, run=QUIET)
+    assert not [line for line in report.lines() if "infinite" in line]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf17", ""])

@@ -89,3 +89,29 @@ def test_a_model_without_a_table_is_written_as_it_is(home):
 )
 def test_options_of_hf_are_refused_for_formats_of_ranks(options, word, home):
     refused(lambda: reshard("native", "out", tp=1, **options), word, "shards")
+
+
+# --- what the report says ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, -5])
+@pytest.mark.parametrize("source", ["hf", "native"])
+def test_a_vocabulary_without_rows_is_refused(source, rows, home):
+    """C1: embedding and head would be dropped."""
+    read = ReadOptions(vocab_size=rows)
+    refused(lambda: merge(source, "out", read=read), f"--vocab-size {rows}", "at least 1")
+    refused(lambda: reshard(source, "out", tp=1, read=read), f"--vocab-size {rows}")
+
+
+def test_a_dry_run_does_not_say_that_replicas_were_compared(home):
+    """B6."""
+    planned = merge("native", "out", run=RunOptions(dry_run=True)).lines()
+    done = merge("native", "out").lines()
+    assert [line.partition(", ")[2] for line in planned if "replicas" in line] == ["to be compared"]
+    assert [line.partition(", ")[2] for line in done if "replicas" in line] == ["compared, equal"]
+
+
+def test_one_file_is_called_one_file(home):
+    """I4."""
+    assert ": 1 file, " in merge("native", "out").lines()[0]
+    assert ": 2 files, " in reshard("hf", "two", tp=2).lines()[0]

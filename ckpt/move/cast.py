@@ -91,6 +91,27 @@ def cast(array: Array, src: str, dst: str) -> Array:
     return bits
 
 
+# dtype -> the bits of +infinity, as signed and unsigned integers of its size
+_INFINITY = {"F16": ("<i2", "<u2", 0x7C00), "BF16": ("<i2", "<u2", 0x7F80),
+             "F32": ("<i4", "<u4", 0x7F80_0000)}  # fmt: skip
+
+
+def overflows(before: Array, src: str, after: Array, dst: str) -> int:
+    """How many finite elements of ``before`` are infinite in ``after``, which is its cast.
+
+    Two integer maxima tell that there is none, the usual case, at a fraction of the cast's time:
+    infinities and NaNs have the largest bits of either sign.
+    """
+    if dst not in _INFINITY or not after.size:
+        return 0
+    signed, unsigned, bits = _INFINITY[dst]
+    negative = bits + (1 << (8 * ITEMSIZE[dst] - 1))
+    if after.view(signed).max() < bits and after.view(unsigned).max() < negative:
+        return 0
+    infinite = (after.view(unsigned) == bits) | (after.view(unsigned) == negative)
+    return int(np.count_nonzero(infinite & np.isfinite(values(before, src))))
+
+
 def _to_bfloat16(array: npt.NDArray[np.float32]) -> Array:
     bits = np.ascontiguousarray(array).view(np.uint32)
     odd = (bits >> 16) & 1  # ties go to the even neighbour

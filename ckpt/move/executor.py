@@ -21,7 +21,7 @@ from ..model.box import Box
 from ..model.dtypes import ITEMSIZE
 from ..model.manifest import View
 from ..model.planner import Copy
-from .cast import Array, cast, raw, values
+from .cast import Array, cast, overflows, raw
 from .files import Files
 
 RUN_BYTES = 1 << 16  # a contiguous run this long is moved by itself, not through a tile
@@ -183,9 +183,6 @@ class Mover:
         """Read each source span once, rearrange, write each destination span once."""
         spans = cluster([part.dst for part in parts])
         arrays = self.gather([part.src for part in parts])
-        for part, array in zip(parts, arrays, strict=True):
-            if part.dst.dtype == "F16" != part.src.dtype:
-                self._count_overflows(part, array)
         for span in spans:
             if not span.dense:
                 for i in span.members:
@@ -194,26 +191,27 @@ class Mover:
             self._write = _grown(self._write, span.length)
             buffer = self._write[: span.length]
             for i in span.members:
-                src, dst = parts[i].src, parts[i].dst
-                _array(buffer, dst, span.start)[...] = cast(arrays[i], src.dtype, dst.dtype)
+                _array(buffer, parts[i].dst, span.start)[...] = self._cast(parts[i], arrays[i])
             self.files.write(span.file, span.start, buffer)
 
     def _write_runs(self, part: Copy, array: Array) -> None:
         """Write only the bytes of a sparse view: another worker may own those between them."""
-        moved = cast(array, part.src.dtype, part.dst.dtype)
+        moved = self._cast(part, array)
         packed = np.ascontiguousarray(moved.transpose(_slow_to_fast(part.dst)))
         data, at = memoryview(packed.reshape(-1).view(np.uint8).data), 0
         for offset, length in view_runs(part.dst):
             self.files.write(part.dst.file, offset, data[at : at + length])
             at += length
 
-    def _count_overflows(self, part: Copy, before: Array) -> None:
-        """Half precision has a small range; say so where a finite value leaves it."""
-        wide = values(before, part.src.dtype)
-        after = cast(before, part.src.dtype, "F16")
-        lost = int(np.count_nonzero(np.isfinite(wide) & ~np.isfinite(after.view(np.float16))))
+    def _cast(self, part: Copy, array: Array) -> Array:
+        """The elements in the destination's dtype; finite ones that leave its range are counted."""
+        if part.src.dtype == part.dst.dtype:
+            return array
+        moved = cast(array, part.src.dtype, part.dst.dtype)
+        lost = overflows(array, part.src.dtype, moved, part.dst.dtype)
         if lost:
             self.overflows[part.fqn] = self.overflows.get(part.fqn, 0) + lost
+        return moved
 
     def gather(self, views: Sequence[View], *, beside: bool = False) -> list[Array]:
         """The raw elements of ``views``, each span of bytes read once.

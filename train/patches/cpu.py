@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +21,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from ..errors import TrainError
+from .megatron import import_megatron
+from .table import replace
 
 _CPU = torch.device("cpu")
 # Sends that may be under way at once. A pipeline schedule has a handful; older ones are waited
@@ -167,11 +167,11 @@ def _redirect_cuda() -> None:
         ),
     }
     for name, stand_in in cuda.items():
-        setattr(torch.cuda, name, stand_in)
+        replace("torch.cuda", name, stand_in)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
-        setattr(torch.cuda.random, name, cuda[name])
+        replace("torch.cuda.random", name, cuda[name])
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _nothing)
+        replace("torch.cuda.nvtx", name, _nothing)
 
 
 def _redirect_collectives() -> None:
@@ -183,9 +183,9 @@ def _redirect_collectives() -> None:
         "reduce_scatter": _uneven_reduce_scatter,
     }.items():
         redirected = make(_directly(getattr(dist, name)))
-        setattr(dist, name, redirected)
+        replace("torch.distributed", name, redirected)
         # P2POp compares its operation with the name in this module
-        setattr(dist.distributed_c10d, name, redirected)
+        replace("torch.distributed.distributed_c10d", name, redirected)
 
 
 def _directly(collective: Callable[..., object]) -> Callable[..., object]:
@@ -285,10 +285,9 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., object]) -> Callable[..
 
 def _redirect_megatron() -> None:
     """megatron's own two accessors of CUDA's random state, and a name that it forgot."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says at length that Apex is absent
-        random: Any = import_module("megatron.core.tensor_parallel.random")
-        moe_utils: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    random, moe_utils = (
+        import_megatron(name) for name in ("tensor_parallel.random", "transformer.moe.moe_utils")
+    )
 
     def get_state(
         device: object = "cuda", clone: bool = False, graph_safe: bool = False
@@ -298,11 +297,11 @@ def _redirect_megatron() -> None:
     def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
+    replace(random.__name__, "_get_cuda_rng_state", get_state)
+    replace(random.__name__, "_set_cuda_rng_state", set_state)
     # Its tracker warns each time the CPU's state changes while CUDA's is forked: here always.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 uses it without Transformer Engine
-        moe_utils.te_general_gemm = None
+        replace(moe_utils.__name__, "te_general_gemm", None)

@@ -2,8 +2,8 @@
 
 megatron-core calls fused kernels of those two packages where they are installed, and falls back
 to many small ones. ``install`` puts a function of this file in each empty place that the model
-below passes through; ``model.py`` then asks for them in megatron's config. Installed packages are
-left in place. Nothing here is imported where there is no GPU.
+below passes through; ``model/config.py`` then asks for them in megatron's config. Installed
+packages are left in place. Nothing here is imported where there is no GPU.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ import torch
 import torch.distributed as dist
 
 from .megatron import import_megatron
+from .table import replace
 
 
 def install() -> None:
     """Fill the empty places; a second call does nothing."""
-    layers: Any = import_megatron("tensor_parallel.layers")
+    layers = import_megatron("tensor_parallel.layers")
     if not layers._grad_accum_fusion_available:
         # a weight's gradient is added by its own matrix product, not by a pass over memory after
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
-        layers._grad_accum_fusion_available = True
-    rope: Any = import_megatron("models.common.embeddings.rope_utils")
+        kernels = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+        replace(layers.__name__, "fused_weight_gradient_mlp_cuda", kernels)
+        replace(layers.__name__, "_grad_accum_fusion_available", True)
+    rope = import_megatron("models.common.embeddings.rope_utils")
     if rope.fused_apply_rotary_pos_emb is None:
         # one kernel in place of a dozen, and cosines that are computed once
-        rope.fused_apply_rotary_pos_emb = rotate
-    language: Any = import_megatron("models.common.language_module.language_module")
+        replace(rope.__name__, "fused_apply_rotary_pos_emb", rotate)
+    language = import_megatron("models.common.language_module.language_module")
     if language.te_parallel_cross_entropy is None:
         # reads the logits twice and writes them once; megatron's own holds them in fp32
-        language.te_parallel_cross_entropy = cross_entropy
-    utils: Any = import_megatron("utils")
-    clipping: Any = import_megatron("optimizer.clip_grads")
+        replace(language.__name__, "te_parallel_cross_entropy", cross_entropy)
+    utils = import_megatron("utils")
+    clipping = import_megatron("optimizer.clip_grads")
     if clipping.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         # one kernel for all tensors; the fallback waits for the GPU once per tensor
-        clipping.l2_norm_impl = l2_norm
+        replace(clipping.__name__, "l2_norm_impl", l2_norm)
     if clipping.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
         # in place, one kernel for all tensors
-        clipping.multi_tensor_scale_impl = scale
+        replace(clipping.__name__, "multi_tensor_scale_impl", scale)
 
 
 def accumulate(x: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:

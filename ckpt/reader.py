@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .checkpoint.types import JOURNAL, Checkpoint, ReadOptions
+from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .formats import Format, foreign, formats
 from .formats.native.names import CHECKPOINT, NAME
 from .formats.native.reader import is_described
-from .move.publish import snapshot
+from .move.publish import JOURNAL, snapshot
 from .move.storage import StoragePath, Where, storage_path, watching
 
 if TYPE_CHECKING:

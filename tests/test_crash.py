@@ -25,8 +25,8 @@ from fixtures_safety import (
 )
 
 from shardwright.ckpt import CheckpointError, RunOptions, jobs, merge, reshard
-from shardwright.ckpt.checkpoint.types import JOURNAL
 from shardwright.ckpt.move import storage
+from shardwright.ckpt.move.publish import JOURNAL
 from shardwright.tools import merge_ckpt
 from shardwright.tools import reshard as reshard_tool
 

@@ -15,9 +15,8 @@ import pytest
 from fixtures_safety import content, names, refused, untouched, write_hf
 
 from shardwright.ckpt import RunOptions, reshard
-from shardwright.ckpt.checkpoint.types import JOURNAL
 from shardwright.ckpt.move import lock, publish
-from shardwright.ckpt.move.publish import OutputTransaction
+from shardwright.ckpt.move.publish import JOURNAL, OutputTransaction
 
 
 @pytest.fixture

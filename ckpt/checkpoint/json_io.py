@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 from collections.abc import Iterable
 
 from ..errors import CheckpointError
-from ..move.storage import StoragePath, Where, storage_path
+from ..move.storage import StoragePath, Where, is_path_below, storage_path
 
 CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
 MAX_NODES = 1 << 22  # values of a JSON text; a container counts more, as it takes more memory
@@ -70,22 +68,6 @@ def _children(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
-
-
-def is_file_name(name: object) -> bool:
-    """Whether a name that a file mentions is one of the same folder, and no path."""
-    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
-        return False
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def is_path_below(name: object) -> bool:
-    """Whether a name that a file mentions is a path below its folder, spelled in one way only."""
-    return isinstance(name, str) and all(is_file_name(part) for part in name.split("/"))
 
 
 def read_digests(table: object, origin: StoragePath) -> dict[str, tuple[int, str]]:

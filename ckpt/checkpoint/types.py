@@ -14,7 +14,6 @@ from ..model.mesh import Mesh
 from ..move.storage import FileIdentity, StoragePath, Where
 
 Value = TypeVar("Value")
-JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
 WITHOUT = "pass --weights-only to go on without the optimizer"
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from ..checkpoint.json_io import is_file_name
 from ..errors import CheckpointError, raise_all
 from ..model.box import Box, row_major
 from ..model.dtypes import ITEMSIZE
 from ..model.file_layout import Index
 from ..model.manifest import DeferredView, View
-from ..move.storage import StoragePath
+from ..move.storage import StoragePath, is_file_name
 from . import pickles, torch_zip
 from .pickles import Global, Stub
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ..checkpoint.json_io import is_file_name
 from ..errors import CheckpointError
 from ..model.manifest import SideFile
-from ..move.storage import FILE, StoragePath, Where, storage_path
+from ..move.storage import FILE, StoragePath, Where, is_file_name, storage_path
 
 # Weights, optimizer state and their tables, in any framework's spelling. They are what a
 # conversion replaces; copying them beside the result would leave two truths in one folder.

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from ..checkpoint.types import JOURNAL
 from ..errors import CheckpointError
 from . import tree
 from .lock import OutputLock, Record
 from .storage import LOCAL, FileIdentity, Storage, told
 
+JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

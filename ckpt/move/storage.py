@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,22 @@ class Stat:
     kind: str  # FILE, FOLDER, LINK (only where links are not followed) or OTHER
     size: int  # bytes
     identity: FileIdentity  # size first; another one means another file, or other bytes
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a name that a file mentions is one of the same folder, and no path."""
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_path_below(name: object) -> bool:
+    """Whether a name that a file mentions is a path below its folder, spelled in one way only."""
+    return isinstance(name, str) and all(is_file_name(part) for part in name.split("/"))
 
 
 class Storage(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
 from .checkpoint.types import Checkpoint
@@ -69,7 +70,12 @@ def _spans(numbers: tuple[int, ...]) -> str:
 def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
     """Shape, dtype, every box with its file and bytes, and the values' statistics."""
     meta = ckpt.manifest.tensors[fqn]
-    locate(chunk.place for chunk in ckpt.manifest.chunks.get(fqn, []))
+    chunks = ckpt.manifest.chunks.get(fqn, [])
+    locate(chunk.place for chunk in chunks)
+    holds = sum(stop - start for start, stop in (chunk.view.extent() for chunk in chunks))
+    note = ""
+    if math.prod(meta.shape) > max(MAX_REPEATED, holds):
+        note = f"no statistics: {holds} bytes stand for {math.prod(meta.shape)} elements"
     return {
         "name": fqn,
         "shape": list(meta.shape),
@@ -83,31 +89,41 @@ def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
                 "strides": list(c.view.strides),
                 "bytes": c.box.numel * ITEMSIZE[c.view.dtype],
             }
-            for c in ckpt.manifest.chunks.get(fqn, [])
+            for c in chunks
         ],
-        "statistics": statistics(ckpt, fqn),
+        "statistics": {} if note else statistics(ckpt, fqn),
+        "note": note,
     }
 
 
 STAT_ELEMENTS = 1 << 20  # elements that are held at once while statistics are taken
+MAX_REPEATED = 1 << 22  # elements of a tensor whose strides name its bytes more than once
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """The whole of a tensor in blocks of at most ``STAT_ELEMENTS``."""
+    if not math.prod(shape):
+        return
+    room, ranges = STAT_ELEMENTS, []
+    for size in reversed(shape):
+        step = max(1, min(size, room))
+        room //= step
+        ranges.append([slice(at, min(at + step, size)) for at in range(0, size, step)])
+    yield from itertools.product(*reversed(ranges))
 
 
 def statistics(ckpt: Checkpoint, fqn: str) -> Mapping[str, float | int]:
-    """min, max, mean, std and counts of zero, NaN and infinite values, streaming by rows."""
+    """min, max, mean, std and counts of zero, NaN and infinite values, streaming in blocks."""
     import numpy as np
 
     from .lazy import LazyArray
 
     meta = ckpt.manifest.tensors[fqn]
     array = LazyArray(fqn, meta, ckpt.manifest.chunks.get(fqn, []))
-    rows = meta.shape[0] if meta.shape else 1
-    per_row = max(1, math.prod(meta.shape[1:]))
-    step = max(1, STAT_ELEMENTS // per_row)
     low, high, total, square, count = math.inf, -math.inf, 0.0, 0.0, 0
     zeros = nans = infs = 0
-    for start in range(0, rows, step):
-        part = array[start : start + step] if meta.shape else array[()]
-        part = np.asarray(part).astype(np.float64)
+    for block in _blocks(meta.shape):
+        part = np.asarray(array[block]).astype(np.float64)
         finite = part[np.isfinite(part)]
         nans += int(np.isnan(part).sum())
         infs += int(np.isinf(part).sum())

@@ -617,7 +617,7 @@ TABLES = {
     "unknown axis": ({"mesh": {"tp": 2, "pp": 2, "zz": 1}}, "unknown axes ['zz']"),
     "smaller mesh": ({"mesh": {"tp": 2, "pp": 1}}, "no rank of the mesh"),
     "larger mesh": ({"mesh": {"tp": 4, "pp": 2}}, "is missing"),
-    "huge mesh": ({"mesh": {"tp": 10**9, "pp": 10**9}}, "tp=1000000000"),
+    "huge mesh": ({"mesh": {"tp": 10**9, "pp": 10**9}}, "tp is 1000000000"),
     "huge dp": ({"mesh": {"tp": 2, "pp": 2, "dp": 10**12}}, ""),
     "stages of text": ({"pp_layers": "22"}, "pp_layers is '22'"),
     "too few stages": ({"pp_layers": [4]}, "pp_layers [4]"),

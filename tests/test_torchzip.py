@@ -539,7 +539,7 @@ def test_a_pickle_over_the_limit_is_refused_before_it_is_read(tmp_path):
         file.seek(40 + size)
         file.write(raw[40:])
     tracemalloc.start()
-    refused(path, "the limit is 536870912")
+    refused(path, "the limit is 100000000")
     assert tracemalloc.get_traced_memory()[1] < 10 << 20
     tracemalloc.stop()
 

@@ -93,7 +93,7 @@ def _tensor_text(table: Mapping[str, Any]) -> str:
         f"{box['offset_bytes']}, strides {box['strides']}"
         for box in table["boxes"]
     ]
-    values = ", ".join(f"{k} {v:.6g}" for k, v in table["statistics"].items())
+    values = ", ".join(f"{k} {v:.6g}" for k, v in table["statistics"].items()) or table["note"]
     return "\n".join([*lines, f"  {values}"])
 
 

@@ -24,7 +24,7 @@ def find_config(folder: Where, options: ReadOptions) -> StoragePath | None:
             raise CheckpointError(f"--config {options.config}: there is no {path}")
         return path
     own = storage_path(folder) / "config.json"
-    return own if own.is_file() else None
+    return own if own.is_named() else None  # whatever has this name has to be one
 
 
 def check_config(folder: StoragePath, options: ReadOptions) -> None:

@@ -1,4 +1,4 @@
-"""JSON that a checkpoint holds, and the names in it: read with bounds, nothing of it trusted."""
+"""JSON that a checkpoint holds: read with bounds, nothing of it trusted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Iterable
 
+from ..containers.budget import check_json
 from ..errors import CheckpointError
 from ..move.storage import StoragePath, Where, is_path_below, storage_path
 
 CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
-MAX_NODES = 1 << 22  # values of a JSON text; a container counts more, as it takes more memory
 MAX_DEPTH = 100  # of JSON: what is read here must be writable again without deep recursion
 
 
@@ -32,7 +32,7 @@ def load_json(where: Where, *, finite: bool = True) -> dict[str, object]:
         return number if math.isfinite(number := float(text)) else refuse(text)
 
     raw = path.read_bytes()
-    check_size(raw, str(path))
+    check_json(raw, str(path))
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=refuse, parse_float=number_of)
     except CheckpointError:
@@ -44,15 +44,6 @@ def load_json(where: Where, *, finite: bool = True) -> dict[str, object]:
     if _is_deep(value):
         raise CheckpointError(f"{path}: holds values inside each other more than {MAX_DEPTH} deep")
     return value
-
-
-def check_size(raw: bytes, path: str) -> None:
-    """Refuse a text whose values would take far more memory than its bytes: ``[[],[],[], ...``."""
-    nodes = raw.count(b",") + raw.count(b"[") + 4 * raw.count(b"{")
-    if nodes > MAX_NODES:
-        raise CheckpointError(
-            f"{path}: holds about {nodes} values; the limit is {MAX_NODES}. Split the file"
-        )
 
 
 def _is_deep(value: object) -> bool:

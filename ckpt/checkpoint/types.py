@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from ..containers import torch_zip
 from ..errors import CheckpointError
 from ..model.family import Model
-from ..model.file_layout import FileLayout, Index, Spec
+from ..model.file_layout import FileLayout, Index, RecordedChecksum, Spec
 from ..model.manifest import Manifest, SideFile
 from ..model.mesh import Mesh
 from ..move.storage import FileIdentity, StoragePath, Where
@@ -87,6 +88,8 @@ class Checkpoint:
     # What reading put off, since it takes a look into many files:
     doubt: Callable[[], str] | None = None  # why the optimizer state cannot be trusted, or ""
     headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad
+    # CRC-32s recorded inside its files, where they are found otherwise than in a .bin or .pt
+    blob_checksums: Callable[[], Iterator[RecordedChecksum]] | None = None
 
     def optimizer_fault(self) -> str:
         """Why optimizer state here cannot be used, "" if it can. A few elements may be read.
@@ -97,6 +100,14 @@ class Checkpoint:
             self.unread_optimizer = self.doubt()
         self.doubt = None
         return self.unread_optimizer
+
+    def checksums(self) -> Iterator[RecordedChecksum]:
+        """Every CRC-32 that its files record of tensors' bytes, file by file, in rising order."""
+        if self.blob_checksums is not None:
+            yield from self.blob_checksums()
+        for path in dict.fromkeys([*(file.path for file in self.files), *self.described_by]):
+            if path.endswith((".bin", ".pt", ".pth")):
+                yield from torch_zip.checksums(self.path.at(path))
 
     def need_model(self) -> Model:
         """The model, for jobs that must know the packing."""

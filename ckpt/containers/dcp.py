@@ -8,15 +8,16 @@ says, which is read when a copy needs it: a checkpoint has as many blobs as tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from ..errors import CheckpointError, raise_all
-from ..model.box import Box, row_major
+from ..model.box import Box, row_major, tile
 from ..model.dtypes import ITEMSIZE
-from ..model.file_layout import Index
+from ..model.file_layout import Index, RecordedChecksum
 from ..model.manifest import DeferredView, View
 from ..move.storage import StoragePath, is_file_name
 from . import pickles, torch_zip
@@ -282,13 +283,17 @@ def _stored(file: StoragePath, name: str, meta: Stub, places: _Places) -> Stored
         corners.add(box.offsets)
         found.blobs.append(Blob(name, dtype, box, *place))
         count += box.numel
-    total = 1
-    for n in shape:
-        total *= n
+    total = math.prod(shape)
     if count != total:
         raise CheckpointError(
             f"{file}: {name}: its chunks have {count} elements, its shape {list(shape)} has {total}"
         )
+    try:
+        apart = tile([blob.box for blob in found.blobs], shape)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {name}: {error}: more than is read") from error
+    if not apart:
+        raise CheckpointError(f"{file}: {name}: its chunks overlap, and leave out as much")
     return found
 
 
@@ -318,3 +323,14 @@ def _ints(file: StoragePath, name: str, value: object) -> tuple[int, ...]:
 def objects(blob: Blob) -> Index:
     """A blob of pickled objects: ``extra`` holds them."""
     return torch_zip.index_span(blob.place, blob.start_bytes, blob.length_bytes)
+
+
+def checksums(blobs: Iterable[Blob]) -> Iterator[RecordedChecksum]:
+    """The CRC-32s that the headers of blobs record of their tensors' bytes."""
+    by_file: dict[StoragePath, list[Blob]] = {}
+    for blob in dict.fromkeys(blobs):
+        by_file.setdefault(blob.place, []).append(blob)
+    for path in sorted(by_file):
+        with torch_zip.archives(path) as file:
+            for blob in sorted(by_file[path], key=lambda blob: blob.start_bytes):
+                yield from file.checksums(blob.start_bytes, blob.length_bytes)

@@ -9,7 +9,8 @@ Memory is bounded by the input: an opcode takes at least one byte of it and make
 object, there are at most MAX_OPCODES of them, each length is checked against the bytes left,
 and a handler that copies what the pickle can name again and again pays from a budget of one
 element per input byte. Values may nest as deeply as the input likes, so nothing here walks,
-hashes, compares or prints one without a limit.
+hashes, compares or prints one without a limit. What is given back is measured first (budget.py):
+written out, with all that is shared, it has at most a few parts per input byte.
 
 Leaves to torch_zip.py: whether a storage exists, and whether a view lies inside it.
 """
@@ -19,13 +20,15 @@ from __future__ import annotations
 import math
 import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NoReturn
 
 from ..errors import CheckpointError
 from ..model.box import row_major
 from ..model.dtypes import FROM_TORCH, ITEMSIZE
+from .budget import check_parts
 
 MAX_OPCODES = 1 << 24  # 40 opcodes per tensor: 400,000 tensors; at worst 4 GB, all empty sets
 MAX_MARKS = 2_000  # open containers; CPython's pickler itself stops near 1,000
@@ -104,6 +107,7 @@ def decode(
         raise CheckpointError(str(error)) from error
     if vm.pos != len(vm.data):
         vm.fail(f"the pickle stops with {len(vm.data) - vm.pos} bytes to go")
+    check_parts(value, vm.pos, path, _inside)
     return value
 
 
@@ -118,7 +122,14 @@ def decode_at(
     Raises ``InputEnds`` where ``data`` holds too little of it, so that a caller can read more.
     """
     vm = _Machine(path, data, persistent, start)
-    return _run(vm), vm.pos
+    value = _run(vm)
+    check_parts(value, vm.pos - start, path, _inside)
+    return value, vm.pos
+
+
+def _inside(value: object) -> Iterator[object] | None:
+    """What an object holds."""
+    return chain(value.args, (value.state,), value.items) if type(value) is Stub else None
 
 
 class InputEnds(CheckpointError):

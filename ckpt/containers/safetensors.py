@@ -17,6 +17,7 @@ from ..model.box import row_major
 from ..model.dtypes import ITEMSIZE
 from ..model.file_layout import Entry, FileLayout, Index, Spec
 from ..move.storage import MAX_PARSED_BYTES, Where, storage_path
+from .budget import check_json
 
 MAX_HEADER_BYTES = MAX_PARSED_BYTES  # the format's own limit
 MAX_DIMS = 64  # torch's and NumPy's own limit
@@ -61,6 +62,7 @@ def _parse(path: str, raw: bytes) -> dict[str, object]:
                 seen.add(name)
         return table
 
+    check_json(raw, path)
     try:
         header = json.loads(raw.decode("utf-8"), parse_constant=refuse, object_pairs_hook=unique)
     except CheckpointError:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from ..model.dtypes import ITEMSIZE
-from ..model.file_layout import Checksum, FileLayout, Index, Spec
+from ..model.file_layout import Checksum, FileLayout, Index, RecordedChecksum, Spec
 from ..move.storage import MAX_PARSED_BYTES, OpenFile, Where, storage_path
 from . import torch_legacy
+from .budget import check_json
 from .pickle_writer import dumps
 from .pickles import StorageRef, TensorRef, contiguous, decode, short, storage_ref
 from .tensor_names import entry, extra, tensors
@@ -49,6 +50,7 @@ class _Record:
     header_offset: int  # bytes from the start of the file
     offset: int  # of its bytes, from the start of the file
     size: int  # bytes
+    crc: int  # CRC-32 that the directory records
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class _Archive:
     file: OpenFile
     start: int  # bytes from the start of the file
     size: int  # bytes
+    summed: bool = True  # whether its records have a CRC-32
     _ends: list[tuple[int, bytes]] = field(default_factory=list)  # what was read of both ends
 
     def read(self, offset: int, length: int) -> bytes:
@@ -99,6 +102,16 @@ def index_span(where: Where, start_bytes: int, length_bytes: int) -> Index:
         return file.index(start_bytes, length_bytes)
 
 
+def checksums(where: Where) -> Iterator[RecordedChecksum]:
+    """The CRC-32s that a file records of its tensors' bytes; none in a file of the old form.
+
+    What else an archive holds is checked whenever it is read.
+    """
+    with storage_path(where).opened() as file:
+        if not torch_legacy.is_legacy(file):
+            yield from Archives(file).checksums(0, file.size)
+
+
 @contextmanager
 def archives(where: Where) -> Iterator[Archives]:
     """A file with one archive after another, open while they are looked at."""
@@ -128,12 +141,28 @@ class Archives:
         _check_byteorder(archive, records, prefix)
         metadata = _metadata(archive, records, prefix)
         raw = _small(archive, records[prefix + b"data.pkl"])
-        root = decode(raw, name, lambda pid: _storage(name, records, prefix, pid))
+        known: dict[str, StorageRef] = {}
+        root = decode(raw, name, lambda pid: _storage(name, records, prefix, known, pid))
         entries = {}
         for key, view in tensors(name, root, budget=4 * len(raw)).items():
             record = records[_record_name(prefix, view.storage)]
             entries[key] = entry(name, key, view, record.offset)
         return Index(path, size, entries, metadata, extra(name, root))
+
+    def checksums(self, start_bytes: int, length_bytes: int) -> Iterator[RecordedChecksum]:
+        """The CRC-32s of the tensors' bytes in an archive.
+
+        torch can be told to write none: then each is 0, which is the CRC-32 of no bytes.
+        """
+        path = str(self._file.path)
+        archive = _Archive(path, self._file, start_bytes, length_bytes)
+        _check_kind(archive)
+        records = _records(archive)
+        prefix = _prefix(archive, records) + b"data/"
+        if archive.summed:
+            for record in records.values():
+                if record.size and record.name.startswith(prefix):
+                    yield RecordedChecksum(path, record.offset, record.size, record.crc)
 
 
 # --- the archive ----------------------------------------------------------------------------
@@ -172,6 +201,7 @@ def _records(archive: _Archive) -> dict[bytes, _Record]:
         stop, last = record.offset + record.size, record.name
     if stop > at:
         raise archive.fault(f"record {short(last)} overlaps the directory")
+    archive.summed = any(record.crc for record in records.values() if record.size)
     return records
 
 
@@ -234,7 +264,7 @@ def _rows(archive: _Archive, raw: bytes, stop: int) -> Iterator[_Record]:
         if len(raw) - at < _CENTRAL.size:
             raise archive.fault("the directory ends inside a row")
         row = _CENTRAL.unpack_from(raw, at)
-        magic, flags, method, packed, size = row[0], row[3], row[4], row[8], row[9]
+        magic, flags, method, crc, packed, size = row[0], row[3], row[4], *row[7:10]
         name_length, extra_length, comment_length, disk, header = *row[10:14], row[16]
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_length
@@ -251,7 +281,7 @@ def _rows(archive: _Archive, raw: bytes, stop: int) -> Iterator[_Record]:
                 f"record {short(name)} is compressed or encrypted, which torch.save never does; "
                 "unpack the archive and save it again with torch.save"
             )
-        yield _located(archive, name, flags, size, archive.start + header, stop)
+        yield _located(archive, name, flags, crc, size, archive.start + header, stop)
 
 
 def _wide_fields(extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int] | None:
@@ -274,7 +304,7 @@ def _wide_fields(extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, 
 
 
 def _located(
-    archive: _Archive, name: bytes, flags: int, size: int, header: int, stop: int
+    archive: _Archive, name: bytes, flags: int, crc: int, size: int, header: int, stop: int
 ) -> _Record:
     """A record of the directory, once the header before its bytes says the same of it."""
     end = archive.start + archive.size
@@ -301,7 +331,7 @@ def _located(
         raise archive.fault(
             f"record {short(name)}: {size} bytes in the directory, {own_size} in its header"
         )
-    return _Record(name, header, offset, size)
+    return _Record(name, header, offset, size, crc)
 
 
 def _prefix(archive: _Archive, records: Mapping[bytes, _Record]) -> bytes:
@@ -327,12 +357,18 @@ def _prefix(archive: _Archive, records: Mapping[bytes, _Record]) -> bytes:
 
 
 def _small(archive: _Archive, record: _Record) -> bytes:
-    """The bytes of a record that is read whole."""
+    """The bytes of a record that is read whole, once they have the CRC-32 that is recorded."""
     if record.size > MAX_RECORD_BYTES:
         raise archive.fault(
             f"record {short(record.name)} has {record.size} bytes; the limit is {MAX_RECORD_BYTES}"
         )
-    return archive.read(record.offset, record.size)
+    data = archive.read(record.offset, record.size)
+    if archive.summed and zlib.crc32(data) != record.crc:
+        raise archive.fault(
+            f"record {short(record.name)} has the CRC-32 {zlib.crc32(data):08x}, the archive "
+            f"records {record.crc:08x}; the file is damaged, copy it again"
+        )
+    return data
 
 
 def _check_byteorder(archive: _Archive, records: Mapping[bytes, _Record], prefix: bytes) -> None:
@@ -350,8 +386,10 @@ def _metadata(archive: _Archive, records: Mapping[bytes, _Record], prefix: bytes
     record = records.get(prefix + b"shardwright.json")
     if record is None:
         return {}
+    raw = _small(archive, record)
+    check_json(raw, archive.name)
     try:
-        pairs = json.loads(_small(archive, record).decode("utf-8"), object_pairs_hook=tuple)
+        pairs = json.loads(raw.decode("utf-8"), object_pairs_hook=tuple)
     except (ValueError, RecursionError) as error:
         raise archive.fault(f"shardwright.json is not JSON ({error})") from error
     flat = isinstance(pairs, tuple) and all(isinstance(pair[1], str) for pair in pairs)
@@ -364,10 +402,23 @@ def _metadata(archive: _Archive, records: Mapping[bytes, _Record], prefix: bytes
 
 
 def _storage(
-    path: str, records: Mapping[bytes, _Record], prefix: bytes, persistent_id: object
+    path: str,
+    records: Mapping[bytes, _Record],
+    prefix: bytes,
+    known: dict[str, StorageRef],
+    persistent_id: object,
 ) -> StorageRef:
-    """The storage that the pickle refers to, once its record holds that many bytes."""
+    """The storage that the pickle refers to, once its record holds that many bytes.
+
+    ``known`` holds those before it: one storage has one type, torch would take the first.
+    """
     ref = storage_ref(path, persistent_id)
+    first = known.setdefault(ref.key, ref)
+    if first != ref:
+        raise CheckpointError(
+            f"{path}: storage {short(ref.key)} is {first.numel} {first.dtype} in one place and "
+            f"{ref.numel} {ref.dtype} in another"
+        )
     record = records.get(_record_name(prefix, ref))
     need = ref.numel * ITEMSIZE[ref.dtype]
     if record is None:

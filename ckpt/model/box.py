@@ -6,8 +6,9 @@ space it lies in; offsets and sizes are in elements.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -70,6 +71,32 @@ class Box:
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
+
+
+MAX_CORNERS = 1 << 22  # that ``tile`` adds up: 500,000 boxes cut along three dims
+
+
+def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes inside a tensor cover each of its elements exactly once.
+
+    Each box adds +1 or -1 at its corners, alternating: the sums are those of the whole tensor's
+    box if and only if the boxes tile it, since summing up along every dim turns corners into
+    the number of boxes at each element. Dims that no box cuts are left out. ValueError where
+    the boxes have too many corners.
+    """
+    boxes = [box for box in boxes if box.numel]
+    if not math.prod(shape):
+        return not boxes
+    cut = [d for d, n in enumerate(shape) if any(box.sizes[d] != n for box in boxes)]
+    if len(boxes) << len(cut) > MAX_CORNERS:
+        raise ValueError(f"{len(boxes)} boxes, cut along {len(cut)} dims")
+    sums: dict[tuple[int, ...], int] = {}
+    for box, sign in (*((box, 1) for box in boxes), (full(shape), -1)):
+        ends = [((box.offsets[d], 1), (box.stop(d), -1)) for d in cut]
+        for corner in itertools.product(*ends):
+            at = tuple(place for place, _ in corner)
+            sums[at] = sums.get(at, 0) + sign * math.prod(factor for _, factor in corner)
+    return not any(sums.values())
 
 
 def full(shape: tuple[int, ...]) -> Box:

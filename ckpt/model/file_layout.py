@@ -42,6 +42,16 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedChecksum:
+    """The CRC-32 that a file records of some of its bytes."""
+
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
 class Checksum:
     """A byte range whose CRC-32 (little-endian u32) must be written into ``slots``."""
 

@@ -172,14 +172,20 @@ def create(path: str, blueprint: FileLayout, storage: Storage = LOCAL) -> None:
             storage.close(fd)
 
 
-def seal(path: str, checksum: Checksum, files: Files, scratch: memoryview) -> None:
-    """Write the CRC-32 of a range of a file into the slots that want it."""
-    at, stop, crc = checksum.offset_bytes, checksum.offset_bytes + checksum.length_bytes, 0
+def crc32(path: str, offset: int, length: int, files: Files, scratch: memoryview) -> int:
+    """The CRC-32 of a range of a file."""
+    at, stop, crc = offset, offset + length, 0
     while at < stop:
         part = scratch[: min(len(scratch), stop - at)]
         files.read_into(path, at, part)
         crc = zlib.crc32(part, crc)
         at += len(part)
+    return crc
+
+
+def seal(path: str, checksum: Checksum, files: Files, scratch: memoryview) -> None:
+    """Write the CRC-32 of a range of a file into the slots that want it."""
+    crc = crc32(path, checksum.offset_bytes, checksum.length_bytes, files, scratch)
     for slot in checksum.slots:
         files.write(path, slot, memoryview(crc.to_bytes(4, "little")))
 

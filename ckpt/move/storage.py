@@ -256,6 +256,10 @@ class StoragePath:
     def __truediv__(self, name: str | PurePosixPath) -> StoragePath:
         return StoragePath(self.pure / name, self.storage)
 
+    def at(self, path: str) -> StoragePath:
+        """Another path of the same storage."""
+        return StoragePath(PurePosixPath(path), self.storage)
+
     @property
     def name(self) -> str:
         return self.pure.name

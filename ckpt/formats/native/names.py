@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...checkpoint.claims import MAX_RANKS
 from ...checkpoint.types import Container
 from ...containers import safetensors, torch_zip
 from ...errors import CheckpointError, raise_all
@@ -19,7 +20,6 @@ from ...move.storage import StoragePath
 NAME = "shards"
 VERSION = "1.0"
 CHECKPOINT = "checkpoint.json"
-MAX_RANKS = 1 << 17  # files of one kind; a damaged mesh must not be counted through
 FILE = re.compile(r"(model|pytorch_model|optimizer)((?:_[a-z]+_\d+)+)\.(safetensors|bin)")
 
 

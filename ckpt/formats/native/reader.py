@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ...checkpoint import claims
 from ...checkpoint.config import check_config, find_config, load_model
 from ...checkpoint.json_io import load_json, read_digests
 from ...checkpoint.state import TrainingState
@@ -155,7 +156,7 @@ def _mesh_shape(path: StoragePath, names: RankNames, table: Mapping[str, object]
             f"{path / CHECKPOINT}: mesh has the unknown axes {sorted(unknown)}; "
             "use a newer shardwright"
         )
-    return {a: said.get(a, 1) for a in (*AXES, "dp")}
+    return {a: claims.ranks(said.get(a, 1), f"{a} is", path / CHECKPOINT) for a in (*AXES, "dp")}
 
 
 def _rank_index(file: StoragePath) -> Index:
@@ -288,8 +289,10 @@ class _Reader:
         result.has_optimizer = bool(self.names.optimizer)
         result.layout = self.header.layout
         result.padded_vocab = self.here.padded
-        result.vocab_multiple = self._whole(
-            "make_vocab_size_divisible_by", result.vocab_multiple, least=1
+        result.vocab_multiple = claims.vocab_multiple(
+            self._whole("make_vocab_size_divisible_by", result.vocab_multiple, least=1),
+            self.here.padded,
+            self.path / CHECKPOINT,
         )
         if table.get("step") is not None:
             result.step = self._whole("step", 0, least=0)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ....checkpoint.claims import MAX_RANKS
 from ....checkpoint.json_io import CHECKSUMS, load_json, read_digests
 from ....containers import torch_zip
 from ....errors import CheckpointError, raise_all
@@ -17,7 +18,6 @@ from ....model.manifest import SideFile
 from ....model.mesh import Coord, Mesh
 from ....move.storage import StoragePath
 from ... import foreign
-from ...native.names import MAX_RANKS
 from .. import args_codec
 from .. import names as megatron_names
 

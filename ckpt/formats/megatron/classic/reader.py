@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ....checkpoint import claims
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, filled
 from ....errors import CheckpointError, raise_all
 from ....model.chunk_builder import ChunkBuilder
@@ -179,9 +180,10 @@ class _Reader:
         result.padded_vocab = self.padded
         multiple = self.args.get("make_vocab_size_divisible_by")
         if type(multiple) is int and multiple > 0:
-            result.vocab_multiple = multiple
+            result.vocab_multiple = claims.vocab_multiple(multiple, self.padded, self.first.file)
         dp = self.args.get("data_parallel_size")
-        result.dp = dp if type(dp) is int and dp > 0 else 1
+        if type(dp) is int and dp > 0:
+            result.dp = claims.ranks(dp, "data_parallel_size", self.first.file)
         result.digests = megatron_files.recorded(self.path, self.folder)
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ....checkpoint import claims
 from ....checkpoint.json_io import load_json
 from ....checkpoint.state import TrainingState
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
@@ -221,11 +222,13 @@ class _Reader:
                 _shifted_masters, self.folder, list(self.builder.here.shapes),
                 {**self.builder.chunks.by_name, **self.repeats.chunks.by_name},
             )  # fmt: skip
-        result.headers = partial(read_headers, [blob for t in tensors for blob in t.blobs])
+        blobs = [blob for t in tensors for blob in t.blobs]
+        result.blob_checksums = partial(dcp.checksums, blobs)
+        result.headers = partial(read_headers, blobs)
         result.padded_vocab = self.padded
         multiple = self.args.get("make_vocab_size_divisible_by")
         if type(multiple) is int and multiple > 0:
-            result.vocab_multiple = multiple
+            result.vocab_multiple = claims.vocab_multiple(multiple, self.padded, self.common.path)
         result.layout = {**self.layout, "glu": "flat"}
         count = Counter(b.file for s in self.listing.tensors.values() for b in s.blobs)
         for file, size in sorted(self.listing.files.items()):
@@ -254,7 +257,8 @@ class _Reader:
         except CheckpointError:
             pass  # such a split is none that args express here: one rank then
         dp = self.args.get("data_parallel_size")
-        self.result.dp = dp if type(dp) is int and dp > 0 else 1
+        if type(dp) is int and dp > 0:
+            self.result.dp = claims.ranks(dp, "data_parallel_size", self.common.path)
         self.result.sharded = self.args.get("use_distributed_optimizer") is True
 
     # --- tensors -----------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""What decoding a file may cost: as much as its bytes warrant, and no more.
+
+A few bytes can stand for values without end: a list that a pickle names twice in a list that it
+names twice, thirty times over, takes 100 bytes and has 2^30 parts once something walks, copies
+or prints it. So whatever a pickle gives is measured once, here, before anybody sees it: what it
+would be if everything in it were written out. Afterwards a walk over it takes time and memory
+that are in proportion to the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from ..errors import CheckpointError
+
+MAX_JSON_PARTS = 1 << 22  # values of a JSON text; more than 300,000 tensors have
+PARTS_PER_BYTE = 4  # of a pickle: one byte names again what was made before
+FREE_PARTS = 10_000  # that any pickle may have
+UNIT_BYTES = 16  # a text or number counts as one part, and as another for each of these
+
+
+def check_json(raw: bytes, path: str) -> None:
+    """Refuse a JSON text whose values take far more memory than its bytes: ``[[],[],[], ...``.
+
+    A container counts by its opening bracket, an object fourfold: an empty one takes more
+    memory than a number.
+    """
+    parts = raw.count(b",") + raw.count(b"[") + 4 * raw.count(b"{")
+    if parts > MAX_JSON_PARTS:
+        raise CheckpointError(
+            f"{path}: JSON of about {parts} values; at most {MAX_JSON_PARTS} are read. Split the "
+            "checkpoint into more files"
+        )
+
+
+Inside = Callable[[object], Iterator[object] | None]  # what an object holds; None of all else
+
+
+def check_parts(root: object, nbytes: int, path: str, inside: Inside) -> None:
+    """Refuse a value whose parts, each counted as often as it is named, outgrow its file.
+
+    ``inside`` tells the parts of objects of other kinds than Python's own containers. A value
+    that holds itself is refused too, unless such an object lies in between: whoever walks the
+    rest does not look into it.
+    """
+    limit = FREE_PARTS + PARTS_PER_BYTE * nbytes
+    if _parts(root, limit, inside) > limit:
+        raise CheckpointError(
+            f"{path}: {nbytes} bytes stand for values without end, or for more than {limit} of "
+            "them; nothing that saves a checkpoint writes it so"
+        )
+
+
+class _Open:
+    """A container whose parts are being counted."""
+
+    __slots__ = ("children", "key", "objects", "parts")
+
+    def __init__(self, key: int, children: Iterator[object], objects: int) -> None:
+        self.key = key  # the id of the container
+        self.children = children
+        self.parts = 1
+        self.objects = objects  # on the way from the root to here
+
+
+def _parts(root: object, limit: int, inside: Inside) -> int:
+    """The parts of a value as far as ``limit``; one more where there are more, or no end."""
+    done: dict[int, int] = {}  # id of a container -> its parts
+    top = _Open(0, iter((root,)), 0)
+    path = [top]
+    opened = {top.key: top}
+    while True:
+        for child in top.children:
+            key = id(child)
+            if key in done:
+                top.parts += done[key]
+            elif key in opened:
+                if top.objects == opened[key].objects and inside(child) is None:
+                    return limit + 1
+                top.parts += 1
+            elif (children := _children(child)) is not None:
+                top = _Open(key, children, top.objects)
+            elif (children := inside(child)) is not None:
+                top = _Open(key, children, top.objects + 1)
+            else:
+                top.parts += _size(child)
+            if top.key == key:
+                path.append(top)
+                opened[key] = top
+                break
+            if top.parts > limit:
+                return limit + 1
+        else:
+            done[top.key] = top.parts
+            del opened[path.pop().key]
+            if not path:
+                return top.parts
+            path[-1].parts += top.parts
+            top = path[-1]
+
+
+def _size(value: object) -> int:
+    """The parts of a value that holds no others."""
+    if isinstance(value, (str, bytes)):
+        return 1 + len(value) // UNIT_BYTES
+    if isinstance(value, int):
+        return 1 + value.bit_length() // (8 * UNIT_BYTES)
+    return 1
+
+
+def _children(value: object) -> Iterator[object] | None:
+    if isinstance(value, dict):
+        return chain(value, value.values())
+    return iter(value) if isinstance(value, (list, tuple, set, frozenset)) else None

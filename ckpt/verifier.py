@@ -17,18 +17,16 @@ from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .jobs import RunOptions, digests
 from .model.box import full, row_major
-from .model.dtypes import CASTABLE, ITEMSIZE
+from .model.dtypes import CASTABLE
 from .model.manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
 from .model.planner import Copy, Tolerance, plan, resolve
-from .move.progress import Progress, human
+from .move.progress import Progress
 from .move.storage import StoragePath, Where
 from .reader import read_checkpoint
 from .verdict import Finding, Verdict
 
 if TYPE_CHECKING:
     from .move.compare import Difference
-
-MAX_REPEATED_BYTES = 1 << 36  # of a tensor whose strides name the same bytes again and again
 
 
 def verify(
@@ -254,7 +252,6 @@ def _compare(
     from .move.compare import compare
     from .move.executor import Budget, Mover, run_units, units
 
-    _check_repeats(copies)
     lock = threading.Lock()
     found: dict[int, Finding] = {}
 
@@ -283,19 +280,6 @@ def _finding(found: Difference, numel: int) -> Finding:
         found.first,
         found.files,
     )
-
-
-def _check_repeats(copies: Iterable[Copy]) -> None:
-    """A few bytes that strides of 0 repeat without end would be compared without end."""
-    for copy in copies:
-        for view in (copy.src, copy.dst):
-            start, stop = view.extent()
-            if copy.box.numel * ITEMSIZE[view.dtype] > max(MAX_REPEATED_BYTES, stop - start):
-                raise CheckpointError(
-                    f"{view.file}: {copy.fqn}: {stop - start} bytes stand for a tensor of "
-                    f"{human(copy.box.numel * ITEMSIZE[view.dtype])} (shape {list(view.shape)}, "
-                    f"strides {list(view.strides)}); save it again with .contiguous()"
-                )
 
 
 def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Verdict:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import json
 import math
-import os
 import random
 import tracemalloc
 
@@ -29,6 +27,7 @@ from shardwright.ckpt.model.layout import PACKINGS, default_layout, rounds
 from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View, is_padding
 from shardwright.ckpt.model.mesh import Mesh, split_evenly
 from shardwright.ckpt.model.placement import Placement, logical_shapes, place
+from shardwright.ckpt.move import storage
 
 # --- boxes ------------------------------------------------------------------------------------
 
@@ -395,17 +394,13 @@ def test_plan_opens_no_file_and_resolve_opens_each_at_most_once(golden, monkeypa
     targets = {fqn: whole(*meta.shape) for fqn, meta in source.tensors.items()}
     target = manifest(**targets)
     opened: list[str] = []
-    really = {name: getattr(module, name) for module, name in ((os, "open"), (builtins, "open"))}
+    really = storage.LocalStorage.open
 
-    def spy(name):
-        def call(path, *rest, **more):
-            opened.append(os.fspath(path))
-            return really[name](path, *rest, **more)
+    def spy(self, path, **more):
+        opened.append(path)
+        return really(self, path, **more)
 
-        return call
-
-    monkeypatch.setattr(os, "open", spy("open"))
-    monkeypatch.setattr(builtins, "open", spy("open"))
+    monkeypatch.setattr(storage.LocalStorage, "open", spy)
     made = plan(source, target)
     assert opened == []
     deferred = [copy for copy in made.copies if not isinstance(copy.source, View)]

@@ -17,6 +17,8 @@ from .dtypes import CASTABLE, ITEMSIZE
 from .manifest import Manifest, Place, TensorMeta, View, category_of, locate
 from .tiling import Match, match, target_fault
 
+MAX_REPEATED_BYTES = 1 << 32  # of a tensor whose strides name the same bytes again and again
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -144,15 +146,36 @@ def plan(
 def resolve(made: Plan) -> Plan:
     """The plan with every place looked up: headers that it needs are read, file by file.
 
-    Raises CheckpointError that names every damaged header.
+    Raises CheckpointError that names every damaged header, or the tensor that has next to no
+    bytes of its own: they would be written, or compared, without end.
     """
     every = (*made.copies, *made.replicas)
     late = {p for c in every for p in (c.source, c.target) if not isinstance(p, View)}
-    if not late:
-        return made
-    locate(late)
-    copies, replicas = ([_found(c) for c in rows] for rows in (made.copies, made.replicas))
-    return Plan(copies, replicas, made.coverage)
+    if late:
+        locate(late)
+        copies, replicas = ([_found(c) for c in rows] for rows in (made.copies, made.replicas))
+        made = Plan(copies, replicas, made.coverage)
+    raise_all(
+        [fault for c in (*made.copies, *made.replicas) if (fault := _repeated(c))],
+        "strides repeat a few bytes",
+    )
+    return made
+
+
+def _repeated(copy: Copy) -> str:
+    """Why a copy is none that a checkpoint has need of; "" if it is one."""
+    if copy.nbytes <= MAX_REPEATED_BYTES:
+        return ""
+    for view in (copy.src, copy.dst):
+        start, stop = view.extent()
+        size = copy.box.numel * ITEMSIZE[view.dtype]
+        if size > max(MAX_REPEATED_BYTES, stop - start):
+            return (
+                f"{view.file}: {copy.fqn}: {stop - start} bytes stand for {size} (shape "
+                f"{list(view.shape)}, strides {list(view.strides)}); save it again with "
+                ".contiguous()"
+            )
+    return ""
 
 
 def _found(copy: Copy) -> Copy:

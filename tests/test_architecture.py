@@ -31,20 +31,27 @@ CKPT = (
     {"errors"},
 )
 
-# train/: what each package may import of the others, beside the modules that all may see.
-SEEN_BY_ALL = {"train.errors": "errors", "train.core.layout": "layout"}
-TRAIN = {
+# train/: what each package may import of the others, beside the modules that all may see. Modules
+# that need no torch stand apart from their package: doctor and planning must answer without it.
+APART = {
+    "train.errors": "errors",
+    "train.core.layout": "layout",
+    "train.core.from_config": "from_config",
+}
+SEEN_BY_ALL = {"errors", "layout"}
+TRAIN: dict[str, set[str]] = {
     "train": {"accelerate", "config"},
-    "accelerate": {"checkpoint", "config", "core", "data", "doctor", "model", "patches"},
-    "run": {"checkpoint", "config", "core", "data", "doctor", "model", "patches"},
-    "doctor": {"config", "core", "model", "planning"},
-    "planning": {"config"},
-    "checkpoint": {"config", "core", "model", "patches"},
+    "accelerate": {"checkpoint", "config", "core", "data", "doctor", "from_config", "patches"},
+    "run": {"checkpoint", "config", "core", "data", "doctor", "from_config"},
+    "doctor": {"config", "from_config", "planning"},
+    "planning": set(),
+    "checkpoint": {"core", "patches"},
     "core": {"config", "model", "patches"},
     "model": {"patches"},
     "patches": set(),
-    "data": {"config"},
+    "data": set(),
     "config": set(),
+    "from_config": {"config", "core", "model"},
     "layout": set(),
     "errors": set(),
 }
@@ -53,6 +60,7 @@ TRAIN = {
 TO_GO = {
     ("train.checkpoint.save", "train.doctor.measured"),
     ("train.doctor.doctor", "train.run.source"),
+    ("train.doctor.watch", "train.core.process"),
 }
 
 
@@ -94,8 +102,8 @@ def arrows() -> frozenset[tuple[str, str]]:
 def room(name: str) -> str:
     """The package below ckpt/ or train/ that a module lies in, or what stands for it."""
     parts = name.split(".")
-    if name in SEEN_BY_ALL:
-        return SEEN_BY_ALL[name]
+    if name in APART:
+        return APART[name]
     if len(parts) == 1 or parts[1] == "errors":
         return parts[-1]
     if (ROOT / parts[0] / parts[1]).is_dir():
@@ -143,7 +151,7 @@ def test_packages_of_train_import_what_their_row_names():
     wrong = [
         f"{a} -> {b}"
         for a, b in own
-        if room(b) not in {room(a), *SEEN_BY_ALL.values(), *TRAIN.get(room(a), set())}
+        if room(b) not in {room(a), *SEEN_BY_ALL, *TRAIN.get(room(a), set())}
     ]
     assert wrong == []
 

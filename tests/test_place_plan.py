@@ -586,7 +586,7 @@ def test_pieces_are_counted_before_they_are_made(layers, heads, head_dim, taken,
         if taken:
             placed_on(model, 1, 1)
         else:
-            with pytest.raises(CheckpointError, match=r"linear_qkv.weight: \d+ of \d+ pieces, for"):
+            with pytest.raises(CheckpointError, match="its packing cuts it into"):
                 placed_on(model, 1, 1)
         _, peak = tracemalloc.get_traced_memory()
     finally:

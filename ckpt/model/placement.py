@@ -172,8 +172,9 @@ def _too_many(
         return []
     most = max(range(len(rules)), key=lambda i: counts[i][0])
     return [
-        f"{rules[most].name}: {counts[most][0]} of {pieces} pieces, for {elements} elements; the "
-        f"limit is {MAX_PIECES}, and above {FEW_PIECES} one for {PIECE_ELEMENTS} elements"
+        f"{rules[most].name}: its packing cuts it into {counts[most][0]} of the model's {pieces} "
+        f"pieces, which hold {elements} elements; the limit is {MAX_PIECES}, and above "
+        f"{FEW_PIECES} they must hold {PIECE_ELEMENTS} elements each; is the config of this model?"
     ]
 
 

@@ -10,8 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
+def printable(text: str) -> str:
+    """A text for a terminal: names in a file may hold anything, escape sequences too.
+
+    A newline stays where an indented line follows, as in our own lists; so none of a name can
+    begin a line that looks like one of ours.
+    """
+    if text.isprintable():
+        return text
+    return "\n  ".join("".join(map(_shown, part)) for part in text.split("\n  "))
+
+
+def _shown(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+
+
 class CheckpointError(ValueError):
-    """A checkpoint, option or file that cannot be used as it is."""
+    """A checkpoint, option or file that cannot be used as it is; its text can be printed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 def raise_all(faults: Iterable[str], headline: str, limit: int = 20) -> None:

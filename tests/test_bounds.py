@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures_safety import case, write_hf, write_native
+from safetensors.torch import save_file
 
 from shardwright.ckpt import CheckpointError, open_checkpoint
 from shardwright.ckpt.checkpoint.json_io import load_json
 from shardwright.ckpt.containers import torch_legacy, torch_zip
 from shardwright.ckpt.containers.pickles import decode
+from shardwright.ckpt.errors import raise_all
 from shardwright.ckpt.model.box import Box, tile
+from shardwright.tools import inspect_ckpt, merge_ckpt, verify_ckpt
+from shardwright.tools import reshard as reshard_tool
 
 
 def doubled(times: int, join=lambda a, b: [a, b]):
@@ -222,3 +226,54 @@ def test_thousands_of_boxes_are_proven_at_once():
     boxes = [Box((i, 0, j), (1, 7, 1)) for i in range(100) for j in range(100)]
     assert tile(boxes, (100, 7, 100))
     assert not tile([*boxes[1:], boxes[2]], (100, 7, 100))
+
+
+# --- names that a terminal would obey ---------------------------------------------------------
+
+EVIL = "w\x1b[2J\nerror: all is well\r\u202e"
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_names_of_a_file_are_printed_escaped(binary, tmp_path, capsys):
+    """In every table, report and error: no escape sequence, and no line that is not ours."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    tensors = {EVIL: torch.ones(2), "b": torch.ones(1)}
+    if binary:
+        torch.save({**tensors, f"{EVIL}step": 5}, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    (folder / EVIL.replace("/", "")).write_text("a side file")
+    (folder / "config.json").write_text(json.dumps({"model_type": EVIL}))
+    for main, argv in (
+        (inspect_ckpt.main, [str(folder)]),
+        (inspect_ckpt.main, [str(folder), "--tensor", EVIL]),
+        (inspect_ckpt.main, [str(folder), "--tensor", "none"]),
+        (merge_ckpt.main, [str(folder), "--output", str(tmp_path / "to"), "--verify"]),
+        (merge_ckpt.main, [str(folder), "--output", str(tmp_path / "to")]),
+        (reshard_tool.main, [str(folder), "--tp", "2"]),
+        (verify_ckpt.main, [str(folder), str(tmp_path / "to")]),
+        (verify_ckpt.main, [str(folder)]),
+    ):
+        main(argv)
+        said = "".join(capsys.readouterr())
+        assert said
+        assert not {c for c in said if not c.isprintable()} - {"\n"}, repr(said)
+        assert not any(line.startswith("error: all is well") for line in said.splitlines())
+
+
+def test_an_error_keeps_its_own_list_and_no_line_of_a_name():
+    with pytest.raises(CheckpointError) as caught:
+        raise_all([f"{EVIL}: missing", "b: missing"], "two")
+    lines = str(caught.value).split("\n")
+    assert [line[:4] for line in lines] == ["two ", "  - ", "  - "]
+    assert "\\x1b[2J\\nerror: all is well\\r\\u202e: missing" in lines[1]
+
+
+def test_values_of_a_bin_that_are_no_tensors_are_named(tmp_path):
+    torch.save(
+        {"w": torch.ones(2), "step": 3, "args": {"lr": 0.1}, "model": {"x": torch.ones(1)}},
+        tmp_path / "a.bin",
+    )
+    notes = open_checkpoint(tmp_path / "a.bin").checkpoint.notes
+    assert any(note.endswith("a.bin: not copied, no tensors: step, args") for note in notes)

@@ -37,14 +37,18 @@ def command(argv: Sequence[str]) -> int:
             near = difflib.get_close_matches(args.tensor, list(names), 3, 0.3)
             raise CheckpointError(f"{ckpt.path}: no tensor {args.tensor}; near: {', '.join(near)}")
         table = describe_tensor(ckpt, args.tensor)
-        print(json.dumps(table, indent=2) if args.json else _tensor_text(table))
-        return options.DONE
-    table = describe(ckpt)
-    print(json.dumps(table, indent=2) if args.json else _text(table))
+        lines = _tensor_lines(table)
+    else:
+        table = describe(ckpt)
+        lines = _lines(table)
+    if args.json:
+        print(json.dumps(table, indent=2))
+    else:
+        options.say(*lines)
     return options.DONE
 
 
-def _text(table: Mapping[str, Any]) -> str:
+def _lines(table: Mapping[str, Any]) -> list[str]:
     from shardwright.ckpt.move.progress import human
 
     mesh = " ".join(f"{axis}={size}" for axis, size in table["mesh"].items())
@@ -69,16 +73,23 @@ def _text(table: Mapping[str, Any]) -> str:
     if table["layout"]:
         lines.append("layout      " + ", ".join(f"{k}={v}" for k, v in table["layout"].items()))
     lines += ["", *_table(table["files"])]
-    return "\n".join(lines + table["notes"])
+    return [*lines, *table["notes"]]
 
 
 def _table(files: list[dict[str, Any]]) -> list[str]:
     """Ranks x layers, one line a file."""
+    from shardwright.ckpt.errors import printable
     from shardwright.ckpt.move.progress import human
 
     rows = [("file", "rank", "layers", "tensors", "bytes")]
     rows += [
-        (f["name"], f["rank"] or "-", f["layers"] or "-", str(f["tensors"]), human(f["bytes"]))
+        (
+            printable(f["name"]),
+            f["rank"] or "-",
+            f["layers"] or "-",
+            str(f["tensors"]),
+            human(f["bytes"]),
+        )
         for f in files
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -86,7 +97,7 @@ def _table(files: list[dict[str, Any]]) -> list[str]:
             for row in rows]  # fmt: skip
 
 
-def _tensor_text(table: Mapping[str, Any]) -> str:
+def _tensor_lines(table: Mapping[str, Any]) -> list[str]:
     lines = [f"{table['name']}  {table['dtype']} {table['shape']}"]
     lines += [
         f"  box at {box['offsets']} of size {box['sizes']}: {box['file']} byte "
@@ -94,7 +105,7 @@ def _tensor_text(table: Mapping[str, Any]) -> str:
         for box in table["boxes"]
     ]
     values = ", ".join(f"{k} {v:.6g}" for k, v in table["statistics"].items()) or table["note"]
-    return "\n".join([*lines, f"  {values}"])
+    return [*lines, f"  {values}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,14 +60,14 @@ def command(argv: Sequence[str]) -> int:
         run=run,
     )
     if not args.quiet:
-        print("\n".join(report.lines()))
+        options.say(*report.lines())
     if not args.verify:
         return options.DONE
     from shardwright.ckpt.convert import verify_merge
 
     verdict = verify_merge(source, report.output, args.dtype, args.from_master, read, run)
     for line in verdict.differences:
-        print(f"differs: {line}")
+        options.say(f"differs: {line}")
     if not args.quiet and verdict.same:
         print(f"verified: {verdict.tensors} tensors equal")
     return options.DONE if verdict.same else options.REFUSED

@@ -197,6 +197,13 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     )
 
 
+def say(*lines: str) -> None:
+    """Print lines for people; what a file calls something is printed escaped."""
+    from shardwright.ckpt.errors import printable
+
+    print("\n".join(map(printable, lines)))
+
+
 def _published() -> str:
     """What the run made visible before it was interrupted; "" where that is nothing."""
     publish = sys.modules.get("shardwright.ckpt.move.publish")
@@ -211,6 +218,8 @@ def run(
 
     SIGTERM ends a run as Ctrl-C does, so that nothing half stays behind.
     """
+
+    from shardwright.ckpt.errors import printable
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -234,12 +243,12 @@ def run(
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(printable(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
         return refused
     except ValueError as error:
         if type(error).__name__ not in ("CheckpointError", "TrainError"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return refused
     finally:
         signal.signal(signal.SIGTERM, previous)

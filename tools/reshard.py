@@ -127,7 +127,7 @@ def command(argv: Sequence[str]) -> int:
         run=options.run_options(args),
     )
     if not args.quiet:
-        print("\n".join(report.lines()))
+        options.say(*report.lines())
     return options.DONE
 
 

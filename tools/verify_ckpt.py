@@ -67,10 +67,10 @@ def command(argv: Sequence[str]) -> int:
         return options.DONE if verdict.same else options.REFUSED
     limit = max(WORST, len(verdict.findings) if args.all else 0)
     for line in verdict.lines(limit):
-        print(line)
+        options.say(line)
     if not args.quiet:
         for line in [*verdict.notes, _summary(verdict, args.other is None)]:
-            print(line)
+            options.say(line)
     return options.DONE if verdict.same else options.REFUSED
 
 

@@ -6,6 +6,7 @@ Shared by the two forms of ``torch.save``: torch_zip.py and torch_legacy.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ..errors import CheckpointError
 from ..model.dtypes import ITEMSIZE
@@ -94,6 +95,22 @@ def extra(path: str, root: object) -> dict[str, object]:
         if type(value) is not TensorRef:
             found[text] = value
     return found
+
+
+def no_tensors(extra: Mapping[str, object]) -> list[str]:
+    """The keys whose values hold something else than tensors, and containers of them."""
+    return [key for key, value in extra.items() if _holds_values(value)]
+
+
+def _holds_values(value: object) -> bool:
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, (dict, list, tuple)):
+            todo += [child for _, child in _children(item)]
+        elif type(item) is not TensorRef:
+            return True
+    return False
 
 
 def entry(path: str, name: str, view: TensorRef, storage_bytes: int) -> Entry:

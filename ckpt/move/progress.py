@@ -8,6 +8,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from ..errors import printable
+
 LINE_SECONDS = 10.0  # between plain lines: a log of a long run stays readable
 
 
@@ -26,7 +28,11 @@ class Progress:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=self.total, desc=self.what, unit="B", unit_scale=True, unit_divisor=1024
+                total=self.total,
+                desc=printable(self.what),
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
             )
         return self
 
@@ -47,7 +53,7 @@ class Progress:
                 self._bar.update(nbytes)
             elif not self.quiet and time.monotonic() - self._said > LINE_SECONDS:
                 self._said = time.monotonic()
-                print(self._line(), file=sys.stderr, flush=True)
+                print(printable(self._line()), file=sys.stderr, flush=True)
 
     def _line(self) -> str:
         rate = self.done / max(time.monotonic() - self._start, 1e-9)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...checkpoint.config import check_config, find_config, load_model
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
 from ...checkpoint.types import Checkpoint, FileSummary, ReadOptions
+from ...containers.tensor_names import no_tensors
 from ...errors import CheckpointError, raise_all
 from ...families import is_known
 from ...model.box import full
@@ -60,6 +61,9 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
         for entry in index.entries.values():
             _add(result, chunks, metas, index.path, entry)
         result.files.append(FileSummary(index.path, "", index.size_bytes, len(index.entries)))
+        behind = no_tensors(index.extra)
+        if behind:
+            result.notes.append(f"{index.path}: not copied, no tensors: {', '.join(behind)}")
     if model is not None:
         if options.vocab_size is not None:
             _cut_vocabulary(result, chunks, metas, options.vocab_size)

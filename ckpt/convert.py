@@ -52,6 +52,7 @@ class ReshardOptions:
     distributed: bool | None = None  # Megatron's distributed optimizer
     max_shard_bytes: int | None = None  # None: one file
     from_master: bool = False  # export the optimizer's fp32 masters
+    allow_incomplete_args: bool = False  # write args of Megatron-LM that lack part of the model
 
     def asked(self) -> list[str]:
         """The options that not every format has, as far as they were given."""
@@ -65,6 +66,7 @@ class ReshardOptions:
             "--use-distributed-optimizer": self.distributed,
             "--max-shard-size": self.max_shard_bytes,
             "--from-master": self.from_master or None,
+            "--allow-incomplete-args": self.allow_incomplete_args or None,
         }
         return [name for name, value in given.items() if value is not None]
 
@@ -86,6 +88,7 @@ def reshard(
     use_distributed_optimizer: bool | None = None,
     max_shard_size: int | None = None,
     from_master: bool = False,
+    allow_incomplete_args: bool = False,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     **axes: int | None,
@@ -97,7 +100,8 @@ def reshard(
     many ranks, ``pp_layers`` names the layers of each stage, ``vpp`` gives each stage that many
     virtual ones, ``dtype`` casts the weights, ``axes`` are ranks of mesh axes beyond these.
     ``use_distributed_optimizer`` picks the form of Megatron-LM's optimizer state.
-    ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. Default output:
+    ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. A model that args of
+    Megatron-LM cannot say is refused without ``allow_incomplete_args``. Default output:
     ``DIR-tp4-pp2`` or ``DIR-hf`` beside the source. Raises CheckpointError.
     """
     unknown = set(axes) - set(AXES)
@@ -116,6 +120,7 @@ def reshard(
         use_distributed_optimizer,
         max_shard_size,
         from_master,
+        allow_incomplete_args,
     )
     _check_applies(options)
     job = _job(source, output, options, read or ReadOptions())
@@ -176,7 +181,10 @@ def _job(
     sides = _described(ckpt, dtype or (main_dtype(metas) if options.from_master else ""))
     whole = _whole_files(where, options) if writer.WEIGHTS_ONLY else WholeFiles()
     state = ckpt.manifest.state
-    order = WriteRequest(ckpt, target, metas, state, weights_only, tuple(sides), whole)
+    order = WriteRequest(
+        ckpt, target, metas, state, weights_only, tuple(sides), whole,
+        options.allow_incomplete_args,
+    )  # fmt: skip
     lost = "Hugging Face files hold no optimizer state"
     return Job(
         ckpt,

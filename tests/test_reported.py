@@ -558,9 +558,8 @@ def test_args_say_the_rotary_positions_of_every_form_of_config(
 @pytest.mark.parametrize(
     ("rope", "says"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "by 'yarn'"),
-        ({"type": "linear", "factor": 2.0}, "by 'linear'"),
-        ({**LLAMA3, "low_freq_factor": 2.0}, "low_freq_factor 2.0, not 1.0"),
+        ({"rope_type": "yarn", "factor": 4.0}, "rope scaling {'rope_type': 'yarn'"),
+        ({**LLAMA3, "low_freq_factor": 2.0}, "'low_freq_factor': 2.0"),
     ],
 )
 @pytest.mark.parametrize("to", ["megatron", "torch_dist"])

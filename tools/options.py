@@ -64,7 +64,7 @@ def add_reading(made: argparse.ArgumentParser, *, sides: bool = False) -> None:
         _add_source(made.add_argument_group(f"about {side.upper()} of two checkpoints"), side)
 
 
-_READING = ("config", "layout", "vocab_size", "iteration", "format")
+_READING = ("config", "layout", "vocab_size", "iteration", "format", "trust")
 
 
 def _add_source(made: argparse._ActionsContainer, side: str) -> None:
@@ -88,6 +88,11 @@ def _add_source(made: argparse._ActionsContainer, side: str) -> None:
         f"--iteration{end}", type=int, metavar="N",
         help="of a folder that holds several checkpoints (default: the newest)"
         if not side else f"iteration{of}",
+    )  # fmt: skip
+    made.add_argument(
+        f"--trust{end}", action="append", default=[], metavar="config[:FIELD]",
+        help="believe the config where it contradicts Megatron-LM's args, in one FIELD or in all "
+        "(may be repeated)" if not side else f"believe the config{of} over its args",
     )  # fmt: skip
 
 
@@ -152,12 +157,18 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
 
 
 def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
-    from shardwright.ckpt import ReadOptions
+    from shardwright.ckpt import CheckpointError, ReadOptions
     from shardwright.ckpt.model.layout import parse_layout
 
-    config, layout, vocab, iteration, kind = (getattr(args, name + side) for name in _READING)
+    config, layout, vocab, iteration, kind, trust = (getattr(args, n + side) for n in _READING)
     folder = Path(os.path.expanduser(config)) if config else None
-    return ReadOptions(folder, parse_layout(layout), vocab, iteration=iteration, format=kind)
+    for word in trust:
+        if word != "config" and not word.startswith("config:"):
+            raise CheckpointError(f"--trust {word}: write config, or config:FIELD")
+    return ReadOptions(
+        folder, parse_layout(layout), vocab, iteration=iteration, format=kind,
+        trust=frozenset(trust),
+    )  # fmt: skip
 
 
 def read_options_of_two(

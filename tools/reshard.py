@@ -81,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="of --to hf: export the optimizer's fp32 master weights",
     )
+    made.add_argument(
+        "--allow-incomplete-args",
+        action="store_true",
+        help="of --to megatron and torch_dist: write args that cannot say all of the model",
+    )
     options.add_reading(made)
     options.add_running(made)
     return made
@@ -123,6 +128,7 @@ def command(argv: Sequence[str]) -> int:
         use_distributed_optimizer=args.use_distributed_optimizer,
         max_shard_size=parse_bytes(args.max_shard_size) if args.max_shard_size else None,
         from_master=args.from_master,
+        allow_incomplete_args=args.allow_incomplete_args,
         read=options.read_options(args),
         run=options.run_options(args),
     )

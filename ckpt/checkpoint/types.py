@@ -31,6 +31,8 @@ class ReadOptions:
     weights_only: bool = False  # leave optimizer files alone
     iteration: int | None = None  # of a folder that holds several
     format: str | None = None  # NAME of a format, where a folder holds two
+    # "config", or "config:FIELD" for one: believed where it contradicts Megatron-LM's args
+    trust: frozenset[str] = frozenset()
 
 
 def filled(recorded: Value | None, given: Value | None, option: str, origin: str) -> Value | None:

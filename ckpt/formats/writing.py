@@ -38,6 +38,7 @@ class WriteRequest:
     weights_only: bool  # leave optimizer and training state out
     sides: tuple[SideFile, ...]  # config, tokenizer and whatever else travels along
     whole: WholeFiles = WholeFiles()
+    allow_incomplete_args: bool = False  # of Megatron-LM, which cannot say every model
 
     @property
     def target(self) -> Target:

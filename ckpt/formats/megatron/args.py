@@ -1,51 +1,31 @@
-"""Megatron-LM's `args`: the model that they describe, and args for another layout.
+"""Megatron-LM's `args` as a description of the model: compared with a config.json, or made one.
 
-`args` is an argparse.Namespace with hundreds of values in every file that Megatron-LM writes.
-Read, they are a dict whose values JSON can hold (args_codec.py); written, a dict of the values that
-the pickle writer takes. Only args that a file held as such are ever decoded: what a config.json
-says is compared and checked here, and becomes numbers, flags and texts alone.
+`args` is an argparse.Namespace with hundreds of values in every file that Megatron-LM writes; here
+it is a dict whose values JSON can hold (args_codec.py). known_args.py lists which of them are read,
+which refuse, and which change nothing. args_out.py is the way back.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from ...checkpoint.config import find_config, load_model, model_from
+from ...checkpoint.function import Settings, contradictions, settings
 from ...checkpoint.types import ReadOptions
 from ...containers import pickles
-from ...containers.pickles import Global
 from ...errors import CheckpointError
-from ...model.dtypes import TO_TORCH
 from ...model.family import Model
 from ...move.storage import StoragePath
-from .args_codec import decode
+from . import known_args
+from .classic.files import HUGGINGFACE
 
-Args = dict[str, object]
-
-# --- the model ---------------------------------------------------------------------------------
-
-# args that change the model into one that no family table expresses: name -> values that do not
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "num_experts": (None, 0, 1),
-    "multi_latent_attention": (None, False),
-    "mtp_num_layers": (None, 0),
-    "attention_output_gate": (None, False),
-    "squared_relu": (None, False),
-    "rotary_interleaved": (None, False),
-    "apply_residual_connection_post_layernorm": (None, False),
+_LATER = {"num_experts": "experts"}
+# expressed by families that args alone do not tell apart: with --config
+_NO_FAMILY: Mapping[str, tuple[object, ...]] = {
     "apply_layernorm_1p": (None, False),
     "layernorm_zero_centered_gamma": (None, False),
-    "qk_l2_norm": (None, False),
-    "fp8_param_gather": (None, False),
-    "heterogeneous_layers_config_path": (None,),
-    "experimental_attention_variant": (None,),
-    "linear_attention_type": (None,),
-    "no_rope_freq": (None,),
-    "window_attn_skip_freq": (None,),
 }
-_LATER = {"num_experts": "experts"}
 
 
 def model_from_args(
@@ -59,15 +39,18 @@ def model_from_args(
 
     ``padded_vocab`` are the rows that the files hold: true ones for all that args say.
     """
+    notes = _say_unknown(args)
     path = find_config(folder, options)
+    if path is None and (folder / HUGGINGFACE / "config.json").is_file():
+        path = folder / HUGGINGFACE / "config.json"
+        notes.append(f"the model and its vocabulary are those of {HUGGINGFACE}/config.json")
     if path is not None:
         model = load_model(path, options.vocab_size)
-        _check_against(model, args, origin, str(path))
-        return model, None, []
+        notes += check_against(model, args, origin, str(path), options.trust)
+        return model, None, notes
     config = config_from_args(args, origin)
     config["vocab_size"] = options.vocab_size or padded_vocab
     model = model_from(config, origin)
-    notes = []
     if options.vocab_size is None:
         notes.append(
             f"args do not say how many of the {padded_vocab} vocabulary rows are true ones; all "
@@ -76,15 +59,115 @@ def model_from_args(
     return model, config, notes
 
 
-def _check_against(model: Model, args: Mapping[str, object], origin: str, path: str) -> None:
-    """A config of another model must not be believed over args."""
-    says = {"layer": "num_layers", "h": "hidden_size", "n": "num_attention_heads"}
-    for symbol, key in says.items():
-        if args.get(key) is not None and model.sizes[symbol] != args[key]:
-            raise CheckpointError(
-                f"{origin}: args say {key} {args[key]}, {path} says {model.sizes[symbol]}; "
-                "is it the config of this model?"
-            )
+def _say_unknown(args: Mapping[str, object]) -> list[str]:
+    """One line for args that forks add: what they change cannot be known."""
+    names = known_args.unknown(args)
+    if not names:
+        return []
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    shown = ", ".join(name if name.isidentifier() else repr(name) for name in names[:12])
+    return [f"args that Megatron-LM does not have, taken to change nothing: {shown}{more}"]
+
+
+def check_against(
+    model: Model, args: Mapping[str, object], origin: str, path: str, trust: frozenset[str]
+) -> list[str]:
+    """Refuse a config that contradicts args, field by field; notes on those that are trusted.
+
+    ``trust`` holds "config" for all fields, or "config:FIELD".
+    """
+    rows = {
+        name: f"args say {name} {shown(one)}, {path} says {what} {shown(two)}"
+        for name, (what, one, two) in contradicted(model, args).items()
+    }
+    rows |= {
+        name: f"args say {name} {shown(args[name])}, which {path} does not have"
+        for name, plain in known_args.PLAIN.items()
+        if args.get(name) not in plain
+    }
+    refused = {n: row for n, row in rows.items() if not {"config", f"config:{n}"} & trust}
+    if refused:
+        fields = " ".join(f"--trust config:{name}" for name in refused)
+        raise CheckpointError(
+            f"{origin}: " + "; ".join(refused.values()) + f". Is it the config of this model? If "
+            f"it is, and args are wrong: {fields} (--trust config accepts all)"
+        )
+    return [f"{row}: the config is taken (--trust)" for row in rows.values()]
+
+
+def shown(value: object) -> str:
+    """A value for a message."""
+    return f"{value!r:.160}" if isinstance(value, (list, dict)) else pickles.short(value)
+
+
+def contradicted(model: Model, args: Mapping[str, object]) -> dict[str, tuple[str, object, object]]:
+    """arg -> (what it is, its value, the config's), where args and a model's config differ."""
+    wanted: Settings = dict(settings(model.config, model))
+    wanted |= {name: model.sizes[symbol] for symbol, name in SIZES.items() if symbol in model.sizes}
+    said = says(args)
+    found = contradictions({what: value for what, (_, value) in said.items()}, wanted)
+    return {said[what][0]: (what, *values) for what, values in found.items()}
+
+
+# what a model's size is called here
+SIZES = {"layer": "layers", "h": "hidden size", "gate": "MLP size", "f": "MLP size"}
+
+
+def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
+    """Setting -> (arg, value), for the settings of checkpoint/function.py that args say.
+
+    An arg that is absent or None says nothing.
+    """
+    args = {key: value for key, value in args.items() if value is not None}
+    found: dict[str, tuple[str, object]] = {}
+
+    def say(what: str, name: str, value: object) -> None:
+        if name in args:
+            found[what] = (name, value)
+
+    heads = args.get("num_attention_heads")
+    say("layers", "num_layers", args.get("num_layers"))
+    say("hidden size", "hidden_size", args.get("hidden_size"))
+    say("MLP size", "ffn_hidden_size", args.get("ffn_hidden_size"))
+    say("query heads", "num_attention_heads", heads)
+    if type(heads) is int:
+        say("key and value heads", "num_query_groups", _groups(args, heads))
+    say("head size", "kv_channels", args.get("kv_channels"))
+    for name in ("layernorm_epsilon", "norm_epsilon"):  # the second is what old versions take
+        say("norm epsilon", name, args.get(name))
+    for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):
+        if name in args and (args[name] is True or "norm offset" not in found):
+            say("norm offset", name, int(args[name] is True))
+    say("activation", "swiglu", "silu" if args.get("swiglu") is True else _gelu(args))
+    say(
+        "tie_word_embeddings",
+        "untie_embeddings_and_output_weights",
+        args.get("untie_embeddings_and_output_weights") is not True,
+    )
+    if _position(args) == "rope":
+        say("rope theta", "rotary_base", args.get("rotary_base"))
+        say("rotated part of a head", "rotary_percent", args.get("rotary_percent"))
+        say("rope scaling", "use_rope_scaling", _scaling(args))
+        if args.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+            say("rope scaling", "rotary_seq_len_interpolation_factor", _scaling(args))
+    if "window_size" in args:
+        say("attention window", "window_size", _window(args["window_size"], "args"))
+    return found
+
+
+def _gelu(args: Mapping[str, object]) -> str:
+    if args.get("squared_relu") is True:
+        return "relu2"
+    return "gelu_tanh" if args.get("openai_gelu") or args.get("bias_gelu_fusion") else "gelu"
+
+
+def _scaling(args: Mapping[str, object]) -> dict[str, object] | None:
+    """Rotary scaling as a config has it."""
+    if args.get("use_rope_scaling"):
+        factor = args.get("rope_scaling_factor", 8.0)
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    factor = args.get("rotary_seq_len_interpolation_factor")
+    return None if factor in (None, 1) else {"rope_type": "linear", "factor": factor}
 
 
 def _number(args: Mapping[str, object], key: str, origin: str) -> int:
@@ -100,11 +183,12 @@ def config_from_args(args: Mapping[str, object], origin: str) -> dict[str, objec
     An arg that is None says nothing: the default of Megatron-LM counts.
     """
     args = {key: value for key, value in args.items() if value is not None}
-    for key, plain in _PLAIN.items():
+    for key, plain in {**known_args.PLAIN, **_NO_FAMILY}.items():
         if args.get(key) not in plain:
-            what = _LATER.get(key, f"a model with {key}={args[key]!r}")
+            value = shown(args[key])
+            what = _LATER.get(key, f"a model with {key}={value}")
             raise CheckpointError(
-                f"{origin}: args say {key}={args[key]!r}; {what} cannot be read yet; known are "
+                f"{origin}: args say {key}={value}; {what} cannot be read yet; known are "
                 "Llama, Mistral, Qwen2, Qwen3 and GPT-2 (--config HF_DIR names a config)"
             )
     if _position(args) == "learned_absolute":
@@ -234,7 +318,7 @@ def _llama(args: Mapping[str, object], origin: str) -> dict[str, object]:
 
 
 # Megatron-LM's --use-rope-scaling is Llama 3's, with these constants and a factor of the user's
-_LLAMA3 = {
+LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -250,7 +334,7 @@ def _rope(args: Mapping[str, object], origin: str) -> dict[str, object]:
     scaling: dict[str, object] | None = None
     if args.get("use_rope_scaling"):
         factor = _above_zero(args, "rope_scaling_factor", 8.0, origin)
-        scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     if args.get("rotary_seq_len_interpolation_factor") not in (None, 1):
         if scaling:
             _refuse(origin, "use_rope_scaling and rotary_seq_len_interpolation_factor together")
@@ -274,6 +358,7 @@ def _above_zero(args: Mapping[str, object], key: str, default: float, origin: st
 def _window(window: object, origin: str) -> int | None:
     """``(s - 1, 0)`` looks back s tokens, the own one included; -1 has no limit."""
     sides = window.get("$tuple") if isinstance(window, dict) else window
+    sides = list(sides) if isinstance(sides, tuple) else sides
     if (
         not isinstance(sides, list)
         or [type(side) for side in sides] != [int, int]
@@ -286,184 +371,6 @@ def _window(window: object, origin: str) -> int | None:
         )
     back: int = sides[0]
     return None if back == -1 else back + 1
-
-
-# --- args for another layout -------------------------------------------------------------------
-
-
-def args_for(
-    model: Model,
-    source: Mapping[str, object],
-    *,
-    tp: int,
-    pp: int,
-    dp: int,
-    vpp: int,
-    stages: tuple[int, ...] | None,
-    padded_vocab: int,
-    vocab_multiple: int,
-    distributed: bool,
-    dtype: str,
-    transformer_engine: bool = False,
-    origin: str = "config.json",
-) -> Args:
-    """The args of a checkpoint in this layout: the source's, else what the config says.
-
-    ``stages`` are the layers of each pipeline stage where they are uneven. ``dtype`` is a key of
-    dtypes.ITEMSIZE. CheckpointError, which names ``origin``, for what args cannot say.
-    """
-    args: Args = {key: decode(value, f"state megatron.args.{key}") for key, value in source.items()}
-    args = args or _from_config(model, transformer_engine, origin)
-    layers = model.sizes["layer"]
-    args.update(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        transformer_pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 else None,
-        num_virtual_stages_per_pipeline_rank=None,
-        pipeline_model_parallel_layout=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=tp,
-        context_parallel_size=1,
-        data_parallel_size=dp,
-        world_size=tp * pp * dp,
-        rank=0,
-        padded_vocab_size=padded_vocab,
-        make_vocab_size_divisible_by=vocab_multiple,
-        use_distributed_optimizer=distributed,
-        params_dtype=Global("torch", TO_TORCH[dtype]),
-        bf16=dtype == "BF16",
-        fp16=dtype == "F16",
-        ckpt_format="torch",
-    )
-    if "local_rank" in args:
-        args["local_rank"] = 0
-    if tp == 1:
-        args["sequence_parallel"] = False
-    if stages is not None:
-        args["decoder_first_pipeline_num_layers"] = stages[0]
-        args["decoder_last_pipeline_num_layers"] = stages[-1]
-    return args
-
-
-def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
-    """What Megatron-LM needs to know of a model that it did not write."""
-    config, sizes = model.config, model.sizes
-    name = model.family.name
-
-    def number(*keys: str, default: float) -> float:
-        key = next((key for key in keys if config.get(key) is not None), "")
-        return _number_of(config[key], key, origin) if key else default
-
-    learned = "pos" in sizes
-    ffn = sizes["gate"] if "gate" in sizes else sizes["f"]
-    theta, scaling = _rotary(config, origin)
-    bias = learned or "mlp_bias" in model.flags
-    acts = (config.get(k) for k in ("activation_function", "hidden_act", "hidden_activation"))
-    act = next((act for act in acts if act is not None), "")
-    positions = number("max_position_embeddings", "n_positions", default=2048)
-    epsilon = number("rms_norm_eps", "layer_norm_epsilon", default=1e-5)
-    args: Args = {
-        "num_layers": sizes["layer"],
-        "hidden_size": sizes["h"],
-        "ffn_hidden_size": ffn,
-        "num_attention_heads": sizes["n"],
-        "group_query_attention": sizes["g"] != sizes["n"],
-        "num_query_groups": sizes["g"],
-        "kv_channels": sizes["hd"],
-        "max_position_embeddings": positions,
-        "seq_length": positions,
-        "position_embedding_type": "learned_absolute" if learned else "rope",
-        "add_position_embedding": True,
-        "rotary_base": int(theta) if float(theta).is_integer() else theta,
-        "rotary_percent": number("partial_rotary_factor", default=_rotary_part(config, origin)),
-        "rotary_interleaved": False,
-        "use_rope_scaling": scaling is not None,
-        "rope_scaling_factor": 8.0 if scaling is None else scaling,
-        "normalization": "LayerNorm" if learned else "RMSNorm",
-        "norm_epsilon": epsilon,
-        "layernorm_epsilon": epsilon,
-        "apply_layernorm_1p": model.family.norm_offset == 1,
-        "swiglu": not learned and act in ("silu", "swish", ""),
-        "openai_gelu": act == "gelu_new",
-        "squared_relu": False,
-        "add_bias_linear": bias,
-        "add_qkv_bias": bias or name == "qwen2" or "attention_bias" in model.flags,
-        "qk_layernorm": name == "qwen3",
-        "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method_std": number("initializer_range", default=0.02),
-        "num_experts": None,
-        "transformer_impl": "transformer_engine" if transformer_engine else "local",
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "vocab_size": sizes["vocab"],
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-    }
-    return args | _window_of(config, name, origin)
-
-
-def _window_of(config: Mapping[str, object], family: str, origin: str) -> Args:
-    """The args that limit attention to a window; CheckpointError for one of some layers only."""
-    window = config.get("sliding_window")
-    if family == "qwen2" and config.get("use_sliding_window") is True and window is not None:
-        raise CheckpointError(
-            f"{origin}: its config limits the attention of some layers to {window} tokens, which "
-            "Megatron-LM's args cannot say; set use_sliding_window to false in a config that "
-            "--config names if that is meant"
-        )
-    if family in ("mistral", "phi3") and type(window) is int:
-        return {"window_size": (window - 1, 0)}  # the own token is not counted
-    return {}
-
-
-def _number_of(value: object, key: str, origin: str) -> float:
-    """A number of a config, which becomes an arg; CheckpointError for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63:
-        return value  # NaN compares as false
-    raise CheckpointError(
-        f"{origin}: its config says {key} {pickles.short(value)}, no number that args of "
-        "Megatron-LM can hold"
-    )
-
-
-def _rotary_part(config: Mapping[str, object], origin: str) -> float:
-    """Where newer transformers keep partial_rotary_factor."""
-    parameters = config.get("rope_parameters")
-    part = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
-    return 1.0 if part is None else _number_of(part, "partial_rotary_factor", origin)
-
-
-def _rotary(config: Mapping[str, object], origin: str) -> tuple[float, float | None]:
-    """(base of the frequencies, factor of Llama 3's scaling or None) that a config says.
-
-    CheckpointError for a scaling that args cannot say: weights with other args are another model.
-    """
-    new: Any = config.get("rope_parameters")
-    old: Any = config.get("rope_scaling")
-    rope = {**(new if isinstance(new, dict) else {}), **(old if isinstance(old, dict) else {})}
-    base = config.get("rope_theta")
-    if base is None:
-        base = rope.get("rope_theta")
-    base = 10000.0 if base is None else _number_of(base, "rope_theta", origin)
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in (None, "default"):
-        return base, None
-    odd = [f"{k} {rope.get(k)!r}, not {n!r}" for k, n in _LLAMA3.items() if rope.get(k) != n]
-    if kind != "llama3" or odd:
-        what = f" with {'; '.join(odd)}" if kind == "llama3" else ""
-        raise CheckpointError(
-            f"{origin}: its config scales rotary positions by {kind!r}{what}, which Megatron-LM's "
-            "args cannot say; name a config without that with --config, and tell Megatron-LM of "
-            "the scaling by its own options"
-        )
-    return base, _number_of(rope.get("factor", 8.0), "factor", origin)
 
 
 def json_text(config: Mapping[str, object]) -> str:

@@ -21,6 +21,7 @@ from ... import foreign
 from .. import args_codec
 from .. import names as megatron_names
 
+HUGGINGFACE = "huggingface"  # where some frameworks keep config and tokenizer beside the shards
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 ITERATION = re.compile(r"iter_\d{7,}|release")
@@ -357,6 +358,7 @@ def recorded(path: StoragePath, folder: StoragePath) -> dict[str, tuple[int, str
 def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
     """Files that travel with the weights (config, tokenizer), and notes on those that do not."""
     sides, accelerate, rest = [], [], []
+    found: list[SideFile] = []  # in a folder of their own
     own = {TRACKER, CHECKSUMS, "progress.txt", *FILES, FLAT}
     for child in sorted(path.iterdir()):
         name = child.name
@@ -366,6 +368,9 @@ def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
             accelerate.append(name)
         elif child.is_file() and _BESIDE.fullmatch(name):
             sides.append(name)
+        elif name == HUGGINGFACE:
+            inside = [c for c in sorted(child.iterdir()) if c.is_file()]
+            found += [SideFile(c.name, str(c)) for c in inside if _BESIDE.fullmatch(c.name)]
         else:
             rest.append(name)
     notes = []
@@ -375,7 +380,8 @@ def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
         )
     if rest:
         notes.append(f"left behind, neither weights nor text: {_listed(rest)}")
-    return [SideFile(name, str(path / name)) for name in sides], notes
+    found = [side for side in found if side.name not in sides]
+    return [SideFile(name, str(path / name)) for name in sides] + found, notes
 
 
 def _listed(names: list[str]) -> str:

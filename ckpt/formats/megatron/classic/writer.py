@@ -26,8 +26,7 @@ from ....model.mesh import Coord, runs
 from ....model.placement import Placed, Placement
 from ....model.target import main_dtype
 from ...writing import StoredDtypes, WriteRequest, Written, checksums
-from .. import args as megatron_args
-from .. import args_codec, run_state
+from .. import args_codec, args_out, run_state
 from .. import names as megatron_names
 from .. import optimizer as megatron_optim
 from ..optimizer import Param, registration_key
@@ -35,7 +34,7 @@ from . import files as megatron_files
 from .files import FILES, FLAT, TRACKER
 
 TO = "megatron"
-TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
+TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer", args_out.ALLOW})
 WEIGHTS_ONLY = False
 _HALF = ("BF16", "F16")
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
@@ -116,7 +115,7 @@ class Writer:
 
     def _args(self) -> dict[str, object]:
         target = self.target
-        made = megatron_args.args_for(
+        made = args_out.args_for(
             target.model,
             self.source_args,
             tp=self.tp,
@@ -130,6 +129,8 @@ class Writer:
             dtype=main_dtype(self.order.metas),
             transformer_engine=self.fused,
             origin=str(self.order.source.path),
+            allow_incomplete=self.order.allow_incomplete_args,
+            notes=self.notes,
         )
         if target.step is not None:
             made["iteration"] = target.step

@@ -32,7 +32,7 @@ from ..classic import writer as megatron_out
 from ..classic.files import TRACKER, iteration_name
 
 TO = "torch_dist"
-TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer"})
+TAKES = megatron_out.TAKES
 WEIGHTS_ONLY = False
 _BLOBS = "__0_0.distcp"
 _DESCRIPTION = (

@@ -1,0 +1,255 @@
+"""Args for a checkpoint in another layout or format: the source's, else what a config says.
+
+What args cannot say of a model is refused: megatron-core builds another model from them without a
+word. Only args that a file held as such are ever decoded (args_codec.py); what a config.json says
+becomes numbers, flags and texts alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ...checkpoint.function import settings
+from ...containers import pickles
+from ...containers.pickles import Global
+from ...errors import CheckpointError
+from ...model.dtypes import TO_TORCH
+from ...model.family import Model
+from .args import LLAMA3, contradicted, says, shown
+from .args_codec import decode
+
+Args = dict[str, object]
+ALLOW = "--allow-incomplete-args"
+# What the tensors of a layer are called that megatron-core's GPTModel makes.
+_NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm")
+_LINEAR = ("linear_proj", "linear_fc1", "linear_fc2")
+# settings that args have no place for -> the values that change nothing
+_UNSAID: Mapping[str, tuple[object, ...]] = {
+    "embeddings scaled by sqrt(hidden size)": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+}
+_SCALES = re.compile(r".*(multiplier|scaling|softcap\w*|_scale|logit_cap)")
+
+
+def args_for(
+    model: Model,
+    source: Mapping[str, object],
+    *,
+    tp: int,
+    pp: int,
+    dp: int,
+    vpp: int,
+    stages: tuple[int, ...] | None,
+    padded_vocab: int,
+    vocab_multiple: int,
+    distributed: bool,
+    dtype: str,
+    transformer_engine: bool = False,
+    origin: str = "config.json",
+    allow_incomplete: bool = False,
+    notes: list[str],
+) -> Args:
+    """The args of a checkpoint in this layout: the source's, else what the config says.
+
+    ``stages`` are the layers of each pipeline stage where they are uneven. ``dtype`` is a key of
+    dtypes.ITEMSIZE. CheckpointError, which names ``origin``, for what args cannot say, unless
+    ``allow_incomplete``: then ``notes`` names it.
+    """
+    args: Args = {key: decode(value, f"state megatron.args.{key}") for key, value in source.items()}
+    made = _from_config(model, transformer_engine, origin)
+    lacks = cannot_say(model, made, origin)
+    if lacks and not allow_incomplete:
+        raise CheckpointError(
+            f"{origin}: args of Megatron-LM cannot say all of this model, and megatron-core would "
+            f"build another one from them: {'; '.join(lacks)}. Pass {ALLOW} to write what args "
+            "can say, and set up the rest by code of your own, or name another config with --config"
+        )
+    notes += [f"args lack ({ALLOW}): {row}" for row in lacks]
+    if args:  # where they contradict the model, its config was trusted and not they
+        args |= {name: made.get(name) for name in contradicted(model, source)}
+    args = args or made
+    layers = model.sizes["layer"]
+    args.update(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        transformer_pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 else None,
+        num_virtual_stages_per_pipeline_rank=None,
+        pipeline_model_parallel_layout=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=tp,
+        context_parallel_size=1,
+        data_parallel_size=dp,
+        world_size=tp * pp * dp,
+        rank=0,
+        padded_vocab_size=padded_vocab,
+        make_vocab_size_divisible_by=vocab_multiple,
+        use_distributed_optimizer=distributed,
+        params_dtype=Global("torch", TO_TORCH[dtype]),
+        bf16=dtype == "BF16",
+        fp16=dtype == "F16",
+        ckpt_format="torch",
+    )
+    if "local_rank" in args:
+        args["local_rank"] = 0
+    if tp == 1:
+        args["sequence_parallel"] = False
+    if stages is not None:
+        args["decoder_first_pipeline_num_layers"] = stages[0]
+        args["decoder_last_pipeline_num_layers"] = stages[-1]
+    return args
+
+
+def cannot_say(model: Model, args: Mapping[str, object], origin: str) -> list[str]:
+    """What a model has and its args do not say, or say otherwise; empty if they say it all."""
+    wanted, said = settings(model.config, model), says(args)
+    rows = [
+        f"{what} {shown(two)}"
+        for what, one, two in contradicted(model, args).values()
+        if one != two
+    ]
+    for what, value in wanted.items():
+        neutral = _UNSAID.get(what)
+        if neutral is None and what not in said and _SCALES.fullmatch(what):
+            neutral = (None, False, 1)
+        if neutral is not None and value not in neutral:
+            rows.append(f"{what} {shown(value)}")
+    head = wanted.get("query_pre_attn_scalar", model.sizes["hd"])
+    if head != model.sizes["hd"]:
+        rows.append(f"query_pre_attn_scalar {shown(head)}, heads of {model.sizes['hd']}")
+    rows += [
+        f"{what} {shown(wanted[what])}"
+        for what in ("rope scaling", "attention window")
+        if what not in said and wanted.get(what) is not None
+    ]
+    return rows + _tensors_unsaid(model, args)
+
+
+def _stored_names(model: Model) -> set[str]:
+    return {rule.name for rule in model.family.select(model.flags)}
+
+
+def _tensors_unsaid(model: Model, args: Mapping[str, object]) -> list[str]:
+    """Tensors of the model that megatron-core would not make from args, and the other way round."""
+    learned, rms = "pos" in model.sizes, args["normalization"] == "RMSNorm"
+    wanted = set()
+    for name in _NORMS:
+        wanted |= {f"{name}.weight"} | (set() if rms else {f"{name}.bias"})
+    wanted |= {f"{name}.weight" for name in ("linear_qkv", *_LINEAR)}
+    if args["add_bias_linear"]:
+        wanted |= {f"{name}.bias" for name in ("linear_qkv", *_LINEAR)}
+    if args["add_qkv_bias"]:
+        wanted.add("linear_qkv.bias")
+    if args["qk_layernorm"]:
+        wanted |= {"q_layernorm.weight", "k_layernorm.weight"}
+    wanted |= {"word_embeddings.weight"} | ({"position_embeddings.weight"} if learned else set())
+    have = {".".join(name.split(".")[-2:]) for name in _stored_names(model)}
+    have.discard("output_layer.weight")  # tied on several stages, where it repeats the embedding
+    rows = []
+    if have - wanted:
+        rows.append(f"tensors {', '.join(sorted(have - wanted))}")
+    if wanted - have:
+        rows.append(f"no tensors {', '.join(sorted(wanted - have))}")
+    return rows
+
+
+def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
+    """What Megatron-LM needs to know of a model that it did not write."""
+    config, sizes = model.config, model.sizes
+    wanted, names = settings(config, model), _stored_names(model)
+
+    def number(what: str, default: float) -> float:
+        value = wanted.get(what)
+        return default if value is None else _number_of(value, what, origin)
+
+    learned, gated = "pos" in sizes, "gate" in sizes
+    ffn = sizes["gate"] if gated else sizes["f"]
+    theta = _theta(config, origin)
+    bias = any(name.endswith("mlp.linear_fc1.bias") for name in names)
+    keys = ("max_position_embeddings", "n_positions")
+    said = next((config[key] for key in keys if config.get(key) is not None), 2048)
+    positions = _number_of(said, "max_position_embeddings", origin)
+    epsilon, spread = number("norm epsilon", 1e-5), config.get("initializer_range") or 0.02
+    args: Args = {
+        "num_layers": sizes["layer"],
+        "hidden_size": sizes["h"],
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": sizes["n"],
+        "group_query_attention": sizes["g"] != sizes["n"],
+        "num_query_groups": sizes["g"],
+        "kv_channels": sizes["hd"],
+        "max_position_embeddings": positions,
+        "seq_length": positions,
+        "position_embedding_type": "learned_absolute" if learned else "rope",
+        "add_position_embedding": True,
+        "rotary_base": int(theta) if float(theta).is_integer() else theta,
+        "rotary_percent": number("rotated part of a head", 1.0),
+        "rotary_interleaved": False,
+        **_scaling_args(wanted.get("rope scaling"), origin),
+        "normalization": "LayerNorm" if learned else "RMSNorm",
+        "norm_epsilon": epsilon,
+        "layernorm_epsilon": epsilon,
+        "apply_layernorm_1p": model.family.norm_offset == 1,
+        "swiglu": gated,
+        "openai_gelu": wanted["activation"] == "gelu_tanh",
+        "squared_relu": False,
+        "add_bias_linear": bias,
+        "add_qkv_bias": any(name.endswith("linear_qkv.bias") for name in names),
+        "qk_layernorm": any(name.endswith("q_layernorm.weight") for name in names),
+        "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": _number_of(spread, "initializer_range", origin),
+        "num_experts": None,
+        "transformer_impl": "transformer_engine" if transformer_engine else "local",
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "vocab_size": sizes["vocab"],
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    window = wanted.get("attention window")
+    if type(window) is int:
+        args["window_size"] = (window - 1, 0)  # the own token is not counted
+    return args
+
+
+def _theta(config: Mapping[str, object], origin: str) -> float:
+    """The base of rotary frequencies; where two are said, the difference is refused elsewhere."""
+    new = config.get("rope_parameters")
+    base = config.get("rope_theta")
+    if base is None and isinstance(new, dict):
+        base = new.get("rope_theta")
+    return 10000.0 if base is None else _number_of(base, "rope_theta", origin)
+
+
+def _scaling_args(scaling: object, origin: str) -> Args:
+    """Llama 3's scaling and linear interpolation; others are left unsaid, and refused as such."""
+    table = scaling if isinstance(scaling, dict) else {}
+    kind, factor = table.get("rope_type"), table.get("factor", 8.0)
+    args: Args = {"use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    if kind == "llama3" and all(table.get(key) == value for key, value in LLAMA3.items()):
+        args |= {"use_rope_scaling": True}
+        args["rope_scaling_factor"] = _number_of(factor, "factor", origin)
+    elif kind == "linear":
+        times = _number_of(factor, "factor", origin)
+        args["rotary_seq_len_interpolation_factor"] = int(times) if times == int(times) else times
+    return args
+
+
+def _number_of(value: object, key: str, origin: str) -> float:
+    """A number of a config, which becomes an arg; CheckpointError for anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63:
+        return value  # NaN compares as false
+    raise CheckpointError(
+        f"{origin}: its config says {key} {pickles.short(value)}, no number that args of "
+        "Megatron-LM can hold"
+    )

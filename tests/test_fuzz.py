@@ -4,14 +4,13 @@ Where a damaged checkpoint is still read, the output must say what the damaged i
 our own comparison, and by the libraries of the formats where those read it too.
 """
 
-import copy
 import json
 import os
 import resource
 import shutil
-import zipfile
 from pathlib import Path
 
+import damage
 import independent
 import pytest
 from fixtures_safety import case, names, tree, write_hf, write_native, write_split
@@ -76,37 +75,11 @@ def edits(draw):
     """Flip, set, insert, remove and cut, mostly where headers and directories are."""
     found = []
     for _ in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(["flip", "flip", "set", "insert", "remove", "cut"]))
-        anchor = draw(st.sampled_from(["start", "start", "end", "any"]))
+        kind = draw(st.sampled_from(damage.BYTE_KINDS))
+        anchor = draw(st.sampled_from(damage.BYTE_ANCHORS))
         place = draw(st.integers(0, 1500) if anchor != "any" else st.integers(0, 1 << 20))
         found.append((kind, anchor, place, draw(st.binary(min_size=1, max_size=9))))
     return found
-
-
-def damage_bytes(path, changes):
-    """Apply ``edits`` to a file."""
-    data = bytearray(path.read_bytes())
-    for kind, anchor, place, extra in changes:
-        at = (len(data) - place if anchor == "end" else place) % (len(data) + 1)
-        if kind == "flip" and at < len(data):
-            data[at] ^= 1 << extra[0] % 8
-        elif kind == "set":
-            data[at : at + len(extra)] = extra
-        elif kind == "insert":
-            data[at:at] = extra
-        elif kind == "remove":
-            del data[at : at + len(extra)]
-        elif kind == "cut":
-            del data[at:]
-    path.write_bytes(data)
-
-
-ODD = [
-    *(None, True, False, 0, 1, 2, 3, -1, 7, 21, 2**31, 2**63, 2**64, 10**30, 0.5, 1e308),
-    *("", "0", "x", "..", "/", "\u2603", "\ud800", "a\0b", "model.norm.weight"),
-    *("F32", "BF16", "U8", "flat", "per_rank", "gpt2", "qwen3"),
-    *([], [0], [1, 2], [0, 0], [[]], [[0], [1]], {}, {"a": 1}),
-]
 
 
 @st.composite
@@ -114,64 +87,10 @@ def json_edits(draw):
     """A walk to some value, and what happens to it."""
     found = []
     for _ in range(draw(st.integers(1, 3))):
-        kind = draw(
-            st.sampled_from(["set", "set", "set", "drop", "rename", "add", "swap", "nudge"])
-        )
+        kind = draw(st.sampled_from(damage.JSON_KINDS))
         found.append((kind, draw(st.lists(st.integers(0, 99), min_size=1, max_size=4)),
-                      draw(st.sampled_from(ODD))))  # fmt: skip
+                      draw(st.sampled_from(damage.ODD))))  # fmt: skip
     return found
-
-
-def damage_json(table, changes):
-    """Apply ``json_edits`` to an object."""
-    for kind, walk, value in changes:
-        spot, keys, odd = table, None, copy.deepcopy(value)
-        for step in walk:
-            keys = list(spot) if isinstance(spot, dict) else list(range(len(spot)))
-            if not keys:
-                break
-            key = keys[step % len(keys)]
-            if step == walk[-1] or not isinstance(spot[key], (dict, list)):
-                break
-            spot = spot[key]
-        if not keys:
-            continue
-        value = spot[key]
-        if kind == "set":
-            spot[key] = odd
-        elif kind == "drop":
-            del spot[key]
-        elif kind == "rename" and isinstance(spot, dict):
-            spot[odd if isinstance(odd, str) else f"{key}x"] = spot.pop(key)
-        elif kind == "add" and isinstance(spot, dict):
-            spot[odd if isinstance(odd, str) else f"{key}x"] = value
-        elif kind == "swap":
-            other = keys[walk[0] % len(keys)]
-            spot[key], spot[other] = spot[other], value
-        elif kind == "nudge" and type(value) in (int, float):
-            spot[key] = value + 1
-    return table
-
-
-def damage_table(path, changes):
-    """Apply ``json_edits`` to a JSON file, a safetensors header, or our record in a torch zip."""
-    if path.suffix == ".json":
-        path.write_text(json.dumps(damage_json(json.loads(path.read_text()), changes)))
-    elif path.suffix == ".safetensors":
-        data = path.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        head = json.dumps(damage_json(json.loads(data[8 : 8 + length]), changes)).encode()
-        path.write_bytes(len(head).to_bytes(8, "little") + head + data[8 + length :])
-    else:
-        with zipfile.ZipFile(path) as old:
-            records = {info.filename: old.read(info) for info in old.infolist()}
-        for name in records:
-            if name.endswith("shardwright.json"):
-                text = json.dumps(damage_json(json.loads(records[name]), changes))
-                records[name] = text.encode()
-        with zipfile.ZipFile(path, "w") as new:
-            for name, record in records.items():
-                new.writestr(name, record)
 
 
 # --- what must hold ---------------------------------------------------------------------------
@@ -250,7 +169,7 @@ def test_any_damage_of_bytes_is_read_right_or_refused(name, sources):
     @examples(60)
     @given(st.integers(0, 20), edits())
     def run(pick, changes):
-        damaged(sources, name, pick, lambda path: damage_bytes(path, changes))
+        damaged(sources, name, pick, lambda path: damage.damage_bytes(path, changes))
 
     run()
 
@@ -260,7 +179,7 @@ def test_any_damage_of_headers_and_tables_is_read_right_or_refused(name, sources
     @examples(60)
     @given(st.integers(0, 20), json_edits())
     def run(pick, changes):
-        damaged(sources, name, pick, lambda path: damage_table(path, changes))
+        damaged(sources, name, pick, lambda path: damage.damage_table(path, changes))
 
     run()
 

@@ -174,3 +174,51 @@ def test_weights_without_a_step_become_a_release(to: str, tmp_path: Path) -> Non
         assert read_checkpoint(folder).step is None
     merge(again, tmp_path / "back")
     assert verify(source, tmp_path / "back").same
+
+
+# --- ranks ------------------------------------------------------------------------------------
+
+
+def _exchange(root: Path, one: str, two: str) -> None:
+    (inner,) = root.glob("iter_*")
+    (inner / one).rename(inner / "other")
+    (inner / two).rename(inner / one)
+    (inner / "other").rename(inner / two)
+
+
+@pytest.mark.parametrize("two", ["mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001"])
+@pytest.mark.parametrize("ours", [False, True])
+def test_exchanged_rank_folders_are_refused(two: str, ours: bool, golden: Path, tmp_path) -> None:
+    source, root = golden / "llama_bf16_tp2pp2_torch", tmp_path / "in"
+    if ours:
+        reshard(source, root, tp=2, pp=2, dp=3, use_distributed_optimizer=True)
+    else:
+        shutil.copytree(source, root)
+    read_checkpoint(root)
+    _exchange(root, "mp_rank_00_000", two)
+    with pytest.raises(CheckpointError, match="contradict the folders") as caught:
+        read_checkpoint(root)
+    assert two in str(caught.value)
+
+
+def test_a_copy_in_place_of_another_rank_is_refused(golden: Path, tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    shutil.copytree(golden / "llama_bf16_tp2pp2_torch", root)
+    (inner,) = root.glob("iter_*")
+    shutil.rmtree(inner / "mp_rank_01_000")
+    shutil.copytree(inner / "mp_rank_00_000", inner / "mp_rank_01_000")
+    with pytest.raises(CheckpointError, match="contradict the folders"):
+        read_checkpoint(root)
+
+
+def test_files_say_their_rank_as_megatron_counts(tmp_path: Path) -> None:
+    reshard(_small(tmp_path / "in"), tmp_path / "out", tp=2, pp=2, dp=2)
+    ranks = {}
+    for file in (tmp_path / "out").rglob("model_optim_rng.pt"):
+        ranks[file.parent.name] = torch.load(file, weights_only=False)["args"].rank
+    assert ranks == {"mp_rank_00_000": 0, "mp_rank_01_000": 1, "mp_rank_00_001": 4,
+                     "mp_rank_01_001": 5}  # fmt: skip
+
+
+def test_ranks_that_all_say_0_say_nothing(golden: Path) -> None:
+    read_checkpoint(golden / "gpt2_fp32_tp2pp2_torch__convertpy_to_tp1pp4_torch")

@@ -4,6 +4,7 @@ rank's file travels further.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -324,7 +325,29 @@ def _check_set(folder: StoragePath, ranks: Mapping[Coord, RankFile]) -> None:
         faults += _differing(
             f"args.{key}", {r.folder.name: r.args.get(key) for r in ranks.values()}
         )
+    faults += _exchanged(ranks)
     raise_all(faults, f"{folder}")
+
+
+def _exchanged(ranks: Mapping[Coord, RankFile]) -> list[str]:
+    """What files say of their own rank, against the folders that they lie in.
+
+    Megatron-LM counts tensor ranks first and pipeline ranks last. Its convert.py, and older
+    outputs of ours, say 0 in every file: then they say nothing.
+    """
+    said = {coord: rank.args.get("rank") for coord, rank in ranks.items()}
+    if len(set(map(repr, said.values()))) < 2:
+        return []
+    order = sorted(ranks, key=lambda coord: (dict(coord)["pp"], dict(coord)["tp"]))
+    numbers = [said[coord] for coord in order]
+    whole = [n for n in numbers if type(n) is int]
+    if len(whole) == len(numbers) and all(a < b for a, b in itertools.pairwise(whole)):
+        return []
+    rows = ", ".join(f"{ranks[c].folder.name} {said[c]!r:.40}" for c in order[:8])
+    return [
+        f"the ranks that args say contradict the folders: {rows}; a folder was renamed or holds "
+        "another's file: put the files back"
+    ]
 
 
 def folder_name(coord: Coord, pp: int) -> str:

@@ -187,7 +187,7 @@ class Writer:
     def _rank(self, coord: Coord, rows: list[_Row]) -> None:
         folder = self.folder / megatron_files.folder_name(coord, self.pp)
         tree: dict[str, object] = {
-            "args": Stub("argparse", "Namespace", (), self.args),
+            "args": Stub("argparse", "Namespace", (), {**self.args, "rank": self._number(coord)}),
             "checkpoint_version": 3.0,
             "iteration": self.target.step or 0,
         }
@@ -211,6 +211,11 @@ class Writer:
                         self._chunks(path, blueprint, state, row, key)
         if self.states and self.target.sharded:
             self._flat(coord, folder / FLAT, rows)
+
+    def _number(self, coord: Coord) -> int:
+        """The rank of Megatron-LM's that writes this file: the first of its data-parallel ones."""
+        at = dict(coord)
+        return at["tp"] + at["pp"] * self.tp * self.target.dp
 
     def _file(self, path: Path, tree: object) -> FileLayout:
         blueprint = torch_zip.layout_tree(tree)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.config import find_config
 from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
-from .errors import CheckpointError
+from .errors import CheckpointError, raise_all
 from .formats import writers
 from .formats.hf.names import NAME as HF
 from .formats.native.names import NAME as SHARDS
 from .formats.side_files import side_files
 from .formats.writing import WholeFiles, WriteRequest
+from .integrity import incomplete_states
 from .jobs import Job, Report, RunOptions, run_job
 from .model.dtypes import CASTABLE, TO_TORCH, parse_dtype
 from .model.family import build_mesh
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .verdict import Verdict
 
 
+_WHOLE_STATE = ("megatron", "torch_dist")  # formats that hold the state of every parameter
 MAX_AXIS = 1 << 16  # ranks: each is a file, and planning them takes time and memory
 
 
@@ -213,6 +215,12 @@ def _check_optimizer(ckpt: Checkpoint, options: ReshardOptions) -> None:
         fault = fault.replace(WITHOUT, "merge without --from-master")
     if fault:
         raise CheckpointError(fault)
+    if options.from_master:
+        return
+    faults, warnings = incomplete_states(ckpt)
+    if (options.to or ckpt.format) in _WHOLE_STATE:
+        faults += warnings
+    raise_all(faults, f"the optimizer state is not whole; {WITHOUT}")
 
 
 def _whole_files(where: Path, options: ReshardOptions) -> WholeFiles:

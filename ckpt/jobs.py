@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
+from .integrity import check_source
 from .model.design import Design, check_design
 from .model.dtypes import TO_TORCH
 from .model.manifest import SideFile
@@ -39,6 +40,7 @@ class RunOptions:
     break_lock: bool = False  # take over the lock of a run that is dead
     compare_replicas: bool = True
     checksum: bool = False
+    verify_source: bool = True  # check the source's recorded checksums before reading it
     quiet: bool = True
 
     @property
@@ -148,6 +150,11 @@ def run_job(job: Job, options: RunOptions) -> Report:
         else:
             _check_kept(design)
             report.notes.append(f"continued: {len(stage.done)} tensors were already there")
+        if options.verify_source:
+            used = {copy.src.file for copy in (*made.copies, *made.replicas)}
+            report.notes.append(check_source(job.source, used, options.threads))
+        else:
+            report.notes.append("checksums of the source not checked (--no-verify-source)")
         sums = _move(made, design, options, stage, report)
         check_unchanged(before)
         names = {_name(root, path): row for path, row in sums.items()}
@@ -329,22 +336,6 @@ def _overflow_notes(overflows: Mapping[str, int], design: Design) -> list[str]:
         f"{TO_TORCH[design.manifest.tensors[fqn].dtype]}"
         for fqn, count in sorted(overflows.items())
     ]
-
-
-def digests(paths: Sequence[str], workers: int) -> dict[str, str]:
-    """The xxh3-128 of each file."""
-    from .move.executor import in_threads
-    from .move.files import Files, digest
-
-    found: dict[str, str] = {}
-
-    def loop(todo: Iterator[str], stop: threading.Event) -> None:
-        with Files() as files:
-            for path in todo:
-                found[path] = digest(path, files)
-
-    in_threads(paths, workers, loop)
-    return found
 
 
 def _write_side(root: Path, side: SideFile) -> None:

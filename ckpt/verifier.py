@@ -15,12 +15,20 @@ from .checkpoint.json_io import load_json
 from .checkpoint.state import ABSENT, TrainingState
 from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .jobs import RunOptions, digests
+from .integrity import (
+    crc_faults,
+    digests,
+    incomplete_states,
+    recorded_crcs,
+    size_faults,
+    used_files,
+)
+from .jobs import RunOptions
 from .model.box import full, row_major
 from .model.dtypes import CASTABLE
 from .model.manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
 from .model.planner import Copy, Tolerance, plan, resolve
-from .move.progress import Progress
+from .move.progress import Progress, human
 from .move.storage import StoragePath, Where
 from .reader import read_checkpoint
 from .verdict import Finding, Verdict
@@ -289,6 +297,10 @@ def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Ve
         ckpt.headers()
     if not weights_only and ckpt.optimizer_fault():
         verdict.add("optimizer", "optimizer", ckpt.optimizer_fault())
+    faults, warnings = incomplete_states(ckpt)
+    for fault in faults:
+        verdict.add("optimizer", "optimizer", fault)
+    verdict.notes += warnings
     made = resolve(plan(ckpt.manifest, _whole(ckpt.manifest)))
     verdict.tensors = len(ckpt.manifest.tensors)
     verdict.nbytes = made.coverage.read_bytes
@@ -306,15 +318,20 @@ def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> N
         text = f"{path}: is {os.path.realpath(path)}, outside of {ckpt.path}; not read"
         verdict.add("file", path, text)
         del recorded[path]
-    for path, (size, _) in recorded.items():
-        now = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "no file is there"
-        if now != f"{size} bytes":
-            verdict.add("file", path, f"{path}: {now}, {size} bytes are recorded")
     marked = [path for path, (_, mark) in recorded.items() if mark and os.path.isfile(path)]
-    for path, found in sorted(digests(marked, options.threads).items()):
-        if found != recorded[path][1]:
-            text = f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded"
-            verdict.add("file", path, text)
+    faults = size_faults(recorded)
+    faults += [
+        (path, f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded")
+        for path, found in sorted(digests(marked, options.threads).items())
+        if found != recorded[path][1]
+    ]
+    crcs = recorded_crcs(ckpt, used_files(ckpt))
+    faults += crc_faults(crcs, options.threads)
+    for path, text in faults:
+        verdict.add("file", path, text)
+    if crcs:
+        nbytes = sum(crc.length_bytes for crc in crcs)
+        verdict.notes.append(f"CRC-32 of records: {len(crcs)} checked, {human(nbytes)}")
     verdict.notes.append(f"digests: {len(marked)} of {len(recorded)} files had one recorded")
     bare = [file.path for file in ckpt.files if file.path not in recorded]
     if recorded and bare:

@@ -133,6 +133,12 @@ def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
         action="store_true",
         help="write although another run holds the output's lock; that run must be dead",
     )
+    group.add_argument(
+        "--no-verify-source",
+        dest="verify_source",
+        action="store_false",
+        help="do not check the checksums that the source records (default: before it is read)",
+    )
     group.add_argument("--checksum", action="store_true", help="record the xxh3-128 of every file")
 
 
@@ -204,6 +210,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         break_lock=getattr(args, "break_lock", False),
         compare_replicas=args.replicas == "compare",
         checksum=getattr(args, "checksum", False),
+        verify_source=getattr(args, "verify_source", True),
         quiet=args.quiet,
     )
 

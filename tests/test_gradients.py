@@ -189,12 +189,14 @@ def in_ranks() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, plugin in LAYOUTS.items():
         script = Script(plugin)
+        assert script.accelerator.parallel.place.rank == torch.distributed.get_rank()
         found[name] = {order: act(script) for order, (act, _) in ORDERS.items()}
         for order, (act_, _) in REFUSED.items():
             script.optimizer.zero_grad()
             found[name][order] = message(lambda act=act_, script=script: act(script))
         script.optimizer.zero_grad()
         found[name]["afterwards"] = _one(script)
+        found[name]["factor"] = float(script.model.engine.config.grad_scale_func(torch.ones(1)))
         script.accelerator.free_memory()
         shutdown()
     script = Script(OVERLAPPED)
@@ -252,6 +254,15 @@ def test_training_goes_on_after_a_refusal(
 ) -> None:
     for rank in ran:
         assert rank[layout]["afterwards"] == pytest.approx(expected[(0,)], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_layer_adds_to_the_loss_is_divided_by_the_tokens_of_the_batch(
+    layout: str, ran: list[Any]
+) -> None:
+    counted = int((batch_of(0)["labels"][:, 1:] != -100).sum())
+    for rank in ran:  # megatron-core scales auxiliary losses by this factor, once
+        assert rank[layout]["factor"] == pytest.approx(1 / counted, rel=1e-6)
 
 
 def test_overlapped_reduction_takes_one_forward_for_each_step(

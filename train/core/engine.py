@@ -28,7 +28,7 @@ from ..model.modules import hidden_keys
 from ..model.options import ModelOptions
 from ..patches import graphs
 from ..patches.megatron import import_megatron
-from . import optim
+from . import agreement, optim
 from .gradients import Gradients
 from .layout import Layout
 from .losses import Batch, ForwardStep, LossFunction, Run, custom_step, forward_step
@@ -226,7 +226,7 @@ class Engine:
         """
         batches = [self._weighted(batch) for batch in batches]
         backward = not forward_only and torch.is_grad_enabled()
-        total = self._total(sum(batch["portion"] for batch in batches), backward)
+        total = self._total(batches, backward)
         run = Run(self.options.per_token_loss, loss_function, collect)
         losses = self._schedule(
             partial(forward_step, run), batches, tuple(batches[0]["tokens"].shape),
@@ -234,7 +234,7 @@ class Engine:
         )  # fmt: skip
         if reduce:
             self.gradients.reduce()
-        return self._agree_on_loss(losses, total, loss_function is not None), run.logits
+        return self._agree(losses, total, loss_function is not None), run.logits
 
     def custom_forward_backward(
         self,
@@ -254,7 +254,7 @@ class Engine:
         losses = self._schedule(
             partial(custom_step, step), batches, shape, not forward_only, backward, weight / count
         )
-        return self._agree_on_loss(losses, float(count), custom=True)
+        return self._agree(losses, float(count), custom=True)
 
     def _schedule(
         self,
@@ -317,69 +317,27 @@ class Engine:
         hidden = hidden_keys(batch.get("attention_mask"))
         return {**batch, "attention_mask": hidden, "loss_mask": mask, "portion": portion}
 
-    def _total(self, portions: torch.Tensor | int, backward: bool) -> float:
-        """The portions of all data-parallel ranks."""
-        total = float(portions)
-        if self.parallel.dp > 1:  # else a GPU need not be waited for
-            box = torch.tensor([total], dtype=torch.float64, device=self.parallel.device)
-            group = import_megatron("parallel_state").get_data_parallel_group()
-            dist.all_reduce(box, group=group)
-            total = float(box.item())
+    def _total(self, batches: Sequence[Mapping[str, Any]], backward: bool) -> float:
+        """What the portions of all data-parallel ranks add up to; TrainError for nothing."""
+        total = agreement.over_dp(self.parallel, float(sum(b["portion"] for b in batches)))
         if total == 0 and not backward:
             return 1.0  # nothing to predict: only logits are wanted
         if total == 0:
             raise TrainError("no token of this batch counts toward the loss: every label is masked")
         return total
 
-    def _agree_on_loss(
-        self, losses: Sequence[Mapping[str, Any]], total: float, custom: bool
-    ) -> float:
-        """Sum the last stage's losses over data-parallel ranks and tell every rank."""
-        state = import_megatron("parallel_state")
-        box = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
-        if self.parallel.is_last_stage:
-            box += sum(loss["sum"].double() for loss in losses)
-        mine = box.clone()
-        if self.parallel.is_last_stage:
-            dist.all_reduce(box, group=state.get_data_parallel_group())
-        if self.parallel.pp > 1:
-            group = state.get_pipeline_model_parallel_group()
-            dist.broadcast(box, dist.get_global_rank(group, self.parallel.pp - 1), group=group)
-        self.reported = self._agree_on_reported(losses, total) if custom else {}
-        agreed = float(box.item())
+    def _agree(self, losses: Sequence[Mapping[str, Any]], total: float, custom: bool) -> float:
+        """The mean loss, which every rank then knows, as what a user's function reported."""
+        agreed, mine = agreement.loss(self.parallel, losses)
+        self.reported = agreement.reports(self.parallel, losses, total) if custom else {}
         self._note_faults(agreed, mine)
         return agreed / total
-
-    def _agree_on_reported(
-        self, losses: Sequence[Mapping[str, Any]], total: float
-    ) -> dict[str, float]:
-        """The means of what a custom loss reported, keys and values, on every rank."""
-        state = import_megatron("parallel_state")
-        box: list[dict[str, float]] = [{}]
-        if self.parallel.is_last_stage:
-            names = sorted(losses[0]["reported"])
-            sums = [sum(loss["reported"][name].double() for loss in losses) for name in names]
-            if names:
-                row = torch.stack(sums).to(self.parallel.device)
-                dist.all_reduce(row, group=state.get_data_parallel_group())
-                box = [dict(zip(names, (row / total).tolist(), strict=True))]
-        if self.parallel.pp > 1:
-            group = state.get_pipeline_model_parallel_group()
-            last = dist.get_global_rank(group, self.parallel.pp - 1)
-            dist.broadcast_object_list(box, last, group=group)
-        return box[0]
 
     def _note_faults(self, agreed: float, *mine: torch.Tensor) -> None:
         """Where a number that all ranks know is not finite: the first rank that has the fault."""
         self.faulty_rank = None
-        if math.isfinite(agreed) or not self.options.check_for_nan:
-            return
-        world = self.parallel.world_size
-        bad = not all(bool(torch.isfinite(tensor).all()) for tensor in mine)
-        box = torch.tensor([self.parallel.rank if bad else world])
-        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.parallel.control_group)
-        # finite parts may have an infinite sum: then no rank is to blame
-        self.faulty_rank = int(box.item()) if int(box.item()) < world else None
+        if self.options.check_for_nan and not math.isfinite(agreed):
+            self.faulty_rank = agreement.first_faulty(self.parallel, mine)
 
     @property
     def sequence_multiple(self) -> int:
@@ -391,25 +349,7 @@ class Engine:
 
         ``parts`` are what ``forward_backward`` collected: empty but on the last stage.
         """
-        state = import_megatron("parallel_state")
-        found, shape = None, [0, 0, 0]
-        if parts:
-            mine = torch.cat(list(parts))[:, :length].contiguous()
-            every = [torch.empty_like(mine) for _ in range(self.parallel.tp)]
-            dist.all_gather(every, mine, group=state.get_tensor_model_parallel_group())
-            found = torch.cat(every, -1)[..., : self.model.sizes["vocab"]].float().contiguous()
-            shape = list(found.shape)
-        if self.parallel.pp == 1:
-            assert found is not None
-            return found
-        group = state.get_pipeline_model_parallel_group()
-        last = dist.get_global_rank(group, self.parallel.pp - 1)
-        box = torch.tensor(shape, device=self.parallel.device)
-        dist.broadcast(box, last, group=group)
-        if found is None:
-            found = torch.empty(box.tolist(), device=self.parallel.device)
-        dist.broadcast(found, last, group=group)
-        return found
+        return agreement.whole_logits(self.parallel, parts, length, self.model.sizes["vocab"])
 
     def grad_norm(self) -> float:
         """The L2 norm of all gradients, before clipping; a collective."""

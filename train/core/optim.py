@@ -57,14 +57,41 @@ def build(
     pass the same number of groups in the same order. Raises TrainError for a parameter in no
     group or in two.
     """
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
     if spec.name not in ("adamw", "adam", "sgd"):
         raise TrainError(f"optimizer {spec.name!r}: choose adamw, adam or sgd")
     group_of = _membership(named, groups)
     where = {param: group_of[name] for name, param in named.items()}
-    config = OptimizerConfig(
+
+    def in_group(index: int) -> ParamWithNamePredicate:
+        return ParamWithNamePredicate(
+            name=f"group-{index}", fn=lambda param, name: where.get(param) == index
+        )
+
+    overrides = {
+        ParamKey(with_name_predicate=in_group(i)): {"group_index": i} for i in range(len(groups))
+    }
+    made = get_megatron_optimizer(
+        _config(spec, bf16, distributed, overlap), list(chunks), config_overrides=overrides,
+        use_gloo_process_groups=False,
+    )  # fmt: skip
+    for group in made.param_groups:
+        options = groups[group["group_index"]].options
+        group.update({"lr": spec.lr, "weight_decay": spec.weight_decay, **options})
+        group["weight_decay"] *= group.get("wd_mult", 1.0)
+        group["initial_lr"] = group["max_lr"] = group["lr"]
+        group.pop("min_lr", None)  # the schedule's own counts
+    _fuse(OptimizerView(made))
+    return made
+
+
+def _config(spec: Optimizer, bf16: bool, distributed: bool, overlap: bool) -> Any:
+    """megatron-core's OptimizerConfig."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(
         optimizer="sgd" if spec.name == "sgd" else "adam",
         lr=spec.lr,
         min_lr=0.0,
@@ -80,26 +107,6 @@ def build(
         use_distributed_optimizer=distributed,
         overlap_param_gather=distributed and overlap,
     )
-
-    def in_group(index: int) -> ParamWithNamePredicate:
-        return ParamWithNamePredicate(
-            name=f"group-{index}", fn=lambda param, name: where.get(param) == index
-        )
-
-    overrides = {
-        ParamKey(with_name_predicate=in_group(i)): {"group_index": i} for i in range(len(groups))
-    }
-    made = get_megatron_optimizer(
-        config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
-    )
-    for group in made.param_groups:
-        options = groups[group["group_index"]].options
-        group.update({"lr": spec.lr, "weight_decay": spec.weight_decay, **options})
-        group["weight_decay"] *= group.get("wd_mult", 1.0)
-        group["initial_lr"] = group["max_lr"] = group["lr"]
-        group.pop("min_lr", None)  # the schedule's own counts
-    _fuse(OptimizerView(made))
-    return made
 
 
 def _fuse(view: OptimizerView) -> None:

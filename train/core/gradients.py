@@ -39,6 +39,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Zero everything: the next step begins."""
+        if self.overlap:
+            self.reduce()  # what is under way writes to the buffers
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.state = State.EMPTY

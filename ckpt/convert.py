@@ -171,7 +171,7 @@ def _job(
         weights_only = not options.from_master
     options = replace(options, weights_only=weights_only)
     ckpt = read_checkpoint(source, replace(read, weights_only=weights_only))
-    ckpt = _accompanied(ckpt, read.config)
+    ckpt = _accompanied(ckpt, read)
     writer = _writer(ckpt, options)
     if not weights_only:
         _check_optimizer(ckpt, options)
@@ -358,12 +358,12 @@ def _json_of(side: SideFile) -> dict[str, object]:
     return table
 
 
-def _accompanied(ckpt: Checkpoint, where: Where | None) -> Checkpoint:
+def _accompanied(ckpt: Checkpoint, read: ReadOptions) -> Checkpoint:
     """The checkpoint with the user's config, and what lies beside it, in place of its own."""
-    if where is None:
+    if read.config is None:
         return ckpt
-    config = storage_path(where)
-    extra = side_files(config) if config.is_dir() else (SideFile("config.json", str(config)),)
+    config = storage_path(read.config)
+    extra = side_files(config, read) if config.is_dir() else (SideFile("config.json", str(config)),)
     sides = {side.name: side for side in (*ckpt.manifest.side_files, *extra)}
     return replace(ckpt, manifest=replace(ckpt.manifest, side_files=tuple(sides.values())))
 

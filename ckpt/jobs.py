@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import threading
 import time
 from collections import Counter
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
 from .integrity import check_source
-from .model.design import Design, check_design
+from .model.design import Design, OutFile, check_design
 from .model.dtypes import TO_TORCH
 from .model.manifest import SideFile
 from .model.planner import Copy, Plan, Tolerance, chunk_count, plan, resolve
@@ -65,6 +67,7 @@ class Report:
     peak_bytes: int = 0  # estimate: buffers, chunks and the interpreter
     dry_run: bool = False
     notes: list[str] = field(default_factory=list)
+    sides: list[tuple[str, int]] = field(default_factory=list)  # name, bytes of what lies beside
     digests: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
@@ -76,8 +79,11 @@ class Report:
             f"{_count(c.tensors, 'tensor')}, "
             f"{human(sum(n for _, n in self.files))}"
         ]
+        if self.sides:
+            size = human(sum(n for _, n in self.sides))
+            out.append(f"beside the weights: {_count(len(self.sides), 'file')}, {size}")
         if self.dry_run:
-            out += [f"  {name}  {human(size)}" for name, size in self.files]
+            out += [f"  {name}  {human(size)}" for name, size in (*self.files, *self.sides)]
             out.append(f"peak memory about {human(self.peak_bytes)}")
         out.append(f"read {human(c.read_bytes)}, written {human(c.written_bytes)}")
         if c.zero_bytes:
@@ -134,7 +140,9 @@ def run_job(job: Job, options: RunOptions) -> Report:
     report = _report(job, options, design, made, root)
     # A value that a text file cannot hold is found now, not when all else is written.
     sizes = {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files}
-    check_design(design, root, job.sides(design, sizes))
+    sides = job.sides(design, sizes)
+    check_design(design, root, sides)
+    report.sides = [(side.name, _side_bytes(side)) for side in sides]
     if options.dry_run:
         return report
     before = {**snapshot(_source_files(job.source)), **job.source.seen}
@@ -142,9 +150,10 @@ def run_job(job: Job, options: RunOptions) -> Report:
         [job.identity, options.compare_replicas, sorted(before.items()), _plan_mark(design, made)]
     )
     with OutputTransaction(job.output, mark, single=job.single, overwrite=options.overwrite,
-               resume=options.resume, break_lock=options.break_lock) as stage:  # fmt: skip
+               resume=options.resume, break_lock=options.break_lock,
+               mode=_mode(job.source)) as stage:  # fmt: skip
         if not stage.continued:
-            _check_space(design, stage.path)
+            _check_space(report, stage.path)
             _create(design)
             stage.begin()
         else:
@@ -156,10 +165,10 @@ def run_job(job: Job, options: RunOptions) -> Report:
         else:
             report.notes.append("checksums of the source not checked (--no-verify-source)")
         sums = _move(made, design, options, stage, report)
-        check_unchanged(before)
         names = {_name(root, path): row for path, row in sums.items()}
         for side in job.sides(design, names):
             _write_side(stage.path, side)
+        check_unchanged(before)
         report.digests = {n: d for n, (_, d) in names.items() if d} if job.single else {}
         stage.publish()
     report.seconds = time.monotonic() - started
@@ -231,11 +240,38 @@ def _plan_mark(design: Design, made: Plan) -> str:
     return state.hexdigest()
 
 
-def _check_space(design: Design, folder: Path) -> None:
+def _side_bytes(side: SideFile) -> int:
+    if not side.source:
+        return len(side.text.encode())
+    try:
+        return os.stat(side.source).st_size
+    except OSError as error:
+        raise CheckpointError(f"{side.source}: {error.strerror}") from error
+
+
+def _mode(source: Checkpoint) -> int:
+    """The permissions of files that are no more readable than every file of the source.
+
+    A group may read them only where it is the group that new files get.
+    """
+    mode = 0o666
+    for path in {*(file.path for file in source.files), *source.described_by}:
+        info = os.stat(path)
+        allowed = info.st_mode | 0o600
+        if info.st_gid != os.getegid():
+            allowed &= ~0o070 | (allowed & 0o007) << 3
+        mode &= allowed
+    folder = os.stat(source.path if source.path.is_dir() else source.path.parent).st_mode
+    for who in (0o070, 0o007):  # who cannot enter the folder cannot read what is in it
+        mode &= 0o777 if folder & who & 0o111 else ~who
+    return mode
+
+
+def _check_space(report: Report, folder: Path) -> None:
     """A full disk is found before anything is written, where the system tells."""
-    need = sum(f.blueprint.size_bytes for f in design.files)
-    stat = os.statvfs(folder)
-    free = stat.f_bavail * stat.f_frsize
+    need = sum(size for _, size in (*report.files, *report.sides))
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
     if need > free:
         raise CheckpointError(
             f"{folder.parent}: {human(need)} are needed, {human(free)} are free "
@@ -244,14 +280,35 @@ def _check_space(design: Design, folder: Path) -> None:
 
 
 def _check_kept(design: Design) -> None:
-    """What a killed run left must still be what it made."""
+    """What a killed run left must be what it made: regular files of their sizes and headers."""
     for file in design.files:
-        have = os.path.getsize(file.path) if os.path.isfile(file.path) else "no"
-        if have != file.blueprint.size_bytes:
-            raise CheckpointError(
-                f"{file.path}: {have} bytes, {file.blueprint.size_bytes} were made; "
-                "run again without --resume to start over"
-            )
+        fault = _kept_fault(file)
+        if fault:
+            raise CheckpointError(f"{file.path}: {fault}; run again without --resume to start over")
+
+
+def _kept_fault(file: OutFile) -> str:
+    """Why a file that was left is not the one that was made; empty if it is."""
+    size = file.blueprint.size_bytes
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return error.strerror or "cannot be opened"
+    with os.fdopen(fd, "rb") as opened:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            return "is a link, or no regular file"
+        if info.st_size != size:
+            return f"{info.st_size} bytes, {size} were made"
+        slots = {at for checksum in file.blueprint.checksums for at in checksum.slots}
+        for offset, made in file.blueprint.fixed:
+            opened.seek(offset)
+            found = bytearray(opened.read(len(made)))
+            for slot in (slot for slot in slots if offset <= slot < offset + len(made)):
+                found[slot - offset : slot - offset + 4] = made[slot - offset : slot - offset + 4]
+            if bytes(found) != made:
+                return f"its header at byte {offset} is not the one that was made"
+    return ""
 
 
 def _create(design: Design) -> None:
@@ -290,7 +347,8 @@ def _move(
     pending: dict[int, tuple[float, list[int]]] = {}
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
-        if index in stage.done:
+        # what is kept is read again: the stage was out of our hands
+        if index in stage.done and compare(mover, unit, Tolerance(cast=True)) is None:
             progress.add(sum(copy.nbytes for copy in unit))
             sealer.finish(index)
             return
@@ -339,14 +397,18 @@ def _overflow_notes(overflows: Mapping[str, int], design: Design) -> list[str]:
 
 
 def _write_side(root: Path, side: SideFile) -> None:
-    """A file that travels along, byte for byte or as new text."""
+    """A file that travels along, byte for byte or as new text, no more readable than it was."""
     import shutil
 
     target = root / side.name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            target.unlink()  # of a run that was killed here
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         if side.source:
             shutil.copyfile(side.source, target)
+            os.chmod(target, target.stat().st_mode & (os.stat(side.source).st_mode | 0o600))
         else:
             target.write_text(side.text, encoding="utf-8")
     except OSError as error:

@@ -129,6 +129,16 @@ def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
         help="continue an interrupted run, and keep this one's work if it is interrupted",
     )
     group.add_argument(
+        "--copy-all",
+        action="store_true",
+        help="copy training state, other weights and nested checkpoints too",
+    )
+    group.add_argument(
+        "--follow-links",
+        action="store_true",
+        help="copy files beside the weights that are links out of the checkpoint",
+    )
+    group.add_argument(
         "--break-lock",
         action="store_true",
         help="write although another run holds the output's lock; that run must be dead",
@@ -172,9 +182,15 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
         if word != "config" and not word.startswith("config:"):
             raise CheckpointError(f"--trust {word}: write config, or config:FIELD")
     return ReadOptions(
-        folder, parse_layout(layout), vocab, iteration=iteration, format=kind,
+        folder,
+        parse_layout(layout),
+        vocab,
+        iteration=iteration,
+        format=kind,
         trust=frozenset(trust),
-    )  # fmt: skip
+        copy_all=getattr(args, "copy_all", False),
+        follow_links=getattr(args, "follow_links", False),
+    )
 
 
 def read_options_of_two(

@@ -33,6 +33,8 @@ class ReadOptions:
     format: str | None = None  # NAME of a format, where a folder holds two
     # "config", or "config:FIELD" for one: believed where it contradicts Megatron-LM's args
     trust: frozenset[str] = frozenset()
+    copy_all: bool = False  # training state and other weights travel as well
+    follow_links: bool = False  # files beside the weights that are links out travel as well
 
 
 def filled(recorded: Value | None, given: Value | None, option: str, origin: str) -> Value | None:

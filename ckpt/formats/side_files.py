@@ -1,53 +1,141 @@
-"""Which files of a folder travel with the weights: all that are neither weights nor ours."""
+"""Which files of a folder travel with the weights: config, tokenizer, code, and all else.
+
+What stays behind is what a conversion replaces (weights, in any framework's spelling), what is
+void in its result (training state, adapters, other checkpoints inside the folder), and links that
+lead out of the checkpoint. All of it is named in the report, so that nothing is lost unsaid.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
+from ..checkpoint.types import ReadOptions
 from ..errors import CheckpointError
 from ..model.manifest import SideFile
 from ..move.storage import FILE, StoragePath, Where, is_file_name, storage_path
 
-# Weights, optimizer state and their tables, in any framework's spelling. They are what a
-# conversion replaces; copying them beside the result would leave two truths in one folder.
-_WEIGHTS = re.compile(
-    r"(pytorch_model|model|optimizer|consolidated|tf_model|flax_model|rust_model)"
-    r"([-_.].*)?\.(bin|safetensors|pt|pth|h5|msgpack|ot|gguf)"
-    r"|(pytorch_model|model)\.(bin|safetensors)\.index(\..*)?\.json"
+# What this tool and transformers write beside tensors: made anew for an output.
+_TABLES = re.compile(
+    r"(pytorch_model|model)\.(bin|safetensors)\.index(\..*)?\.json"
     r"|random_states_\d+\.(safetensors|pkl)"
     r"|checkpoint\.json|checksums\.json"
 )
+_RANKS = re.compile(r"(pytorch_model|model|optimizer)(_[a-z]+_\d+)+\.(safetensors|bin)")
+# Weights, optimizer state and their tables, in any framework's spelling. Copying them beside the
+# result would leave two truths in one folder.
+_WEIGHTS = re.compile(
+    r"((pytorch_model|model|optimizer|consolidated|tf_model|flax_model|rust_model)"
+    r"([-_.].*)?\.(bin|safetensors|pt|pth|h5|msgpack|ot|gguf)"
+    r"|.*\.(safetensors|gguf|onnx|onnx_data|h5|msgpack|ot|tflite|ckpt|distcp))"
+    r"([-_.]?(bak|backup|old|orig)\d*|~)?"
+    r"|(pytorch_)?model\.(bin|safetensors)\.index\..*\.json"
+)
+_TRAINING = re.compile(
+    r"(lr_)?scheduler.*\.(bin|pt|pth)|scaler.*\.(bin|pt)|sampler.*\.bin|dl_state_dict.*\.bin"
+    r"|rng_state.*\.pth|training_args\.bin|custom_checkpoint_\d+\.pkl"
+    r"|common\.pt|model_optim_rng\.pt|model_rng\.pt|distrib_optim\.pt"
+    r"|latest|latest_checkpointed_iteration\.txt|latest_universal"
+)
+_ADAPTER = re.compile(r"adapter_(model.*|config\.json)")
+_NESTED = re.compile(
+    r"checkpoint-\d+|global_step\d+(_universal)?|iter_\d{7,}|mp_rank_\d{2,6}(_\d{3,6}){0,2}"
+    r"|pytorch_model_fsdp_\d+|optimizer_\d+|dist_ckpt"
+)
+_SHARDS = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}|__\d+_\d+\.distcp|\.metadata")
+_KINDS = ((_WEIGHTS, "other weights"), (_TRAINING, "training state"), (_ADAPTER, "an adapter"))
+_SHOWN = 8  # names of one kind in the report
 
 
-def side_files(where: Where) -> tuple[SideFile, ...]:
-    """Every non-weight file below a folder, hidden ones left out, links followed."""
-    folder = storage_path(where)
-    found = [SideFile(path.relative_to(folder).as_posix(), str(path)) for path in _walk(folder)]
-    return tuple(sorted(found, key=lambda f: f.name))
+@dataclass(slots=True)
+class _Found:
+    """What lies in a folder beside the tensors."""
+
+    sides: list[SideFile] = field(default_factory=list)
+    behind: dict[str, list[str]] = field(default_factory=dict)  # why -> names
+    links: list[str] = field(default_factory=list)  # lines on linked folders
+
+    def leave(self, why: str, name: str) -> None:
+        self.behind.setdefault(why, []).append(name)
 
 
-def skipped_links(folder: StoragePath) -> list[str]:
-    """A line for each linked folder, which does not travel: links may run in circles."""
-    return [
-        f"{child}: a linked folder, not copied"
-        for _, folders, _ in folder.walk()
-        for child in folders
-        if not child.name.startswith(".") and child.is_symlink()
-    ]
+def side_files(where: Where, options: ReadOptions | None = None) -> tuple[SideFile, ...]:
+    """The files below a folder that travel; hidden ones never do."""
+    found = _scan(storage_path(where), options or ReadOptions())
+    return tuple(sorted(found.sides, key=lambda f: f.name))
 
 
-def _walk(folder: StoragePath) -> Iterator[StoragePath]:
-    for _, folders, rest in folder.walk():  # does not enter linked folders: no loops
-        folders[:] = [child for child in folders if not child.name.startswith(".")]
-        for path in rest:
-            if path.name.startswith(".") or _WEIGHTS.fullmatch(path.name):
+def left_behind(folder: StoragePath, options: ReadOptions, read: Collection[str]) -> list[str]:
+    """A line for each kind of what does not travel; ``read`` are the paths that were read."""
+    found = _scan(folder, options, {str(path) for path in read})
+    lines = []
+    for why, names in found.behind.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        lines.append(f"not copied, {why}: {', '.join(sorted(names)[:_SHOWN])}{more}")
+    return [*found.links, *lines]
+
+
+def _scan(folder: StoragePath, options: ReadOptions, read: Collection[str] = ()) -> _Found:
+    found = _Found()
+    for at, folders, rest in folder.walk():  # does not enter linked folders: no loops
+        entered = []
+        for child in folders:
+            name = child.relative_to(folder).as_posix()
+            if child.name.startswith("."):
                 continue
-            found = path.stat()
-            if found is None:
-                raise CheckpointError(f"{path}: leads to no file")
-            if found.kind == FILE:
-                yield path
+            if child.is_symlink():
+                found.links.append(f"{child}: a linked folder, not copied")
+            elif not options.copy_all and _is_nested(child):
+                found.leave("another checkpoint or a trainer's folder (--copy-all)", name + "/")
+                continue
+            entered.append(child)
+        folders[:] = entered
+        for path in rest:
+            if not path.name.startswith(".") and str(path) not in read:
+                _sort(found, folder, at, path, options)
+    return found
+
+
+def _is_nested(folder: StoragePath) -> bool:
+    """Whether a folder is a checkpoint of its own: by its name, or by shards right in it."""
+    return bool(_NESTED.fullmatch(folder.name)) or any(
+        _SHARDS.fullmatch(child.name) for child in folder.iterdir()
+    )
+
+
+def _sort(
+    found: _Found, folder: StoragePath, at: StoragePath, path: StoragePath, options: ReadOptions
+) -> None:
+    """Where one file belongs."""
+    name = path.relative_to(folder).as_posix()
+    if _TABLES.fullmatch(path.name) or _RANKS.fullmatch(path.name):
+        return
+    why = next((why for pattern, why in _KINDS if pattern.fullmatch(path.name)), "")
+    if why and (not options.copy_all or (at == folder and _READ.fullmatch(path.name))):
+        found.leave(f"{why} (--copy-all)", name)
+    elif not options.follow_links and name != "config.json" and _leads_out(folder, path):
+        found.leave("a link out of the checkpoint (--follow-links)", name)
+    else:
+        what = path.stat()
+        if what is None:
+            raise CheckpointError(f"{path}: leads to no file")
+        if what.kind == FILE:
+            found.sides.append(SideFile(name, str(path)))
+
+
+# Names under which weights are looked for: a second set of them would be read instead.
+_READ = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(bin|safetensors)")
+
+
+def _leads_out(folder: StoragePath, path: StoragePath) -> bool:
+    """Whether a link's end lies outside of the checkpoint, the blobs of a hub's cache aside."""
+    if not path.is_symlink():
+        return False
+    inside = [folder.real()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parent.parent / "blobs")
+    return not any(place in path.real().parents for place in inside)
 
 
 def resolve(folder: StoragePath, name: object, said_by: StoragePath) -> StoragePath:

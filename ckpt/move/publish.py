@@ -256,6 +256,7 @@ class OutputTransaction:
         with told(self.path):
             self._check_output()  # somebody may have put one there since
             self._close_journal()  # NFS would keep the name of an open file
+            self._restrict()
             tree.sync_all(self.path)
             (self.path / JOURNAL).unlink()
             tree.sync(self.path)
@@ -271,6 +272,18 @@ class OutputTransaction:
             published.append(self.output)
             self._discard()
             tree.sync(self.output.parent)
+
+    def _restrict(self) -> None:
+        """Take permissions that ``mode`` does not have from every file and folder of the stage."""
+        if self.mode == 0o666:
+            return
+        for folder, names in tree.walk(self.path):
+            if folder != self.path:
+                os.chmod(folder, folder_mode(self.mode))
+            for name in names:
+                mode = os.lstat(folder / name).st_mode
+                if stat.S_ISREG(mode) and mode & 0o777 & ~self.mode:
+                    os.chmod(folder / name, mode & (self.mode | 0o600))
 
     def _rename_folder(self) -> None:
         if not os.path.lexists(self.output):

@@ -24,7 +24,7 @@ from ...model.file_layout import Entry, Index
 from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
 from ...model.placement import shapes_of
 from ...move.storage import StoragePath
-from ..side_files import resolve, side_files, skipped_links
+from ..side_files import left_behind, resolve, side_files
 from .names import INDEX, NAME, SINGLE, SPLIT, container_of
 
 
@@ -68,8 +68,9 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
         if options.vocab_size is not None:
             _cut_vocabulary(result, chunks, metas, options.vocab_size)
         _check_against(model, metas, path)
-    sides = side_files(folder) if path.is_dir() else ()
-    result.notes += skipped_links(folder) if path.is_dir() else []
+    sides = side_files(folder, options) if path.is_dir() else ()
+    read = [file.path for file in result.files]
+    result.notes += left_behind(folder, options, read) if path.is_dir() else []
     result.manifest = Manifest(metas, chunks.by_name, {}, sides)
     if (folder / CHECKSUMS).is_file() and path.is_dir():
         table = load_json(folder / CHECKSUMS)

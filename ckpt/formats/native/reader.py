@@ -30,7 +30,7 @@ from ...model.mesh import AXES, Coord, Mesh, named_axes, split_by_counts
 from ...model.placement import Placement
 from ...move.storage import StoragePath
 from ..megatron.names import EXTRA, FUSED_NORMS
-from ..side_files import side_files, skipped_links
+from ..side_files import left_behind, side_files
 from .names import (
     CHECKPOINT,
     FILE,
@@ -308,8 +308,8 @@ class _Reader:
             for f in sorted(self.path.iterdir())
             if _RANDOM.fullmatch(f.name)
         )
-        result.manifest = self.builder.manifest(state, side_files(self.path))
-        result.notes += skipped_links(self.path)
+        result.manifest = self.builder.manifest(state, side_files(self.path, self.options))
+        result.notes += left_behind(self.path, self.options, [f.path for f in result.files])
         if not self.native:
             self._say_foreign()
         return result

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import os
+import sys
+import types
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +267,61 @@ def test_the_command_line_takes_trust(tmp_path: Path, capsys) -> None:
 def test_what_args_do_not_say_contradicts_nothing() -> None:
     assert says({}) == {}
     assert says({"rotary_base": None, "swiglu": None}) == {}
+
+
+# --- objects of other libraries ------------------------------------------------------------------
+
+
+class Option:
+    """Stands for any class of a library that is not here when the file is read."""
+
+    def __init__(self) -> None:
+        self.size = 7
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Option, (), {"size": 7})
+
+
+@pytest.mark.parametrize("form", ["classic", "torch_dist"])
+def test_foreign_objects_in_args_are_inert_named_and_left_behind(
+    form: str, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("toolkit.models")
+    module.Option = Option  # type: ignore[attr-defined]
+    monkeypatch.setattr(Option, "__module__", module.__name__)
+    monkeypatch.setitem(sys.modules, "toolkit", types.ModuleType("toolkit"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    odd = {"option": Option(), "wait": timedelta(seconds=5), "call": functools.partial(Option, 1),
+           "inside": [1, {"deep": Option()}]}  # fmt: skip
+    source = _small(tmp_path / "in", 1, 1)
+    if form == "torch_dist":
+        reshard(_small(tmp_path / "plain", 1, 1), tmp_path / "dist", to="torch_dist")
+        source = tmp_path / "dist"
+        (file,) = source.glob("iter_*/common.pt")
+        content = torch.load(file, weights_only=False)
+        vars(content["args"]).update(odd)
+        torch.save(content, file)
+    else:
+        _edit(source, "mp_rank_00", lambda file: vars(file["args"]).update(odd))
+    monkeypatch.delitem(sys.modules, module.__name__)
+    found = read_checkpoint(source)
+    (note,) = [note for note in found.notes if "args that cannot travel" in note]
+    assert "option (toolkit.models.Option)" in note
+    for name, cls in (("wait", "datetime.timedelta"), ("call", "functools.partial"),
+                      ("inside", "toolkit.models.Option")):  # fmt: skip
+        assert f"{name} ({cls})" in note
+    reshard(source, tmp_path / "out", to="megatron")
+    (file,) = (tmp_path / "out").glob("iter_*/mp_rank_00/model_optim_rng.pt")
+    assert not vars(torch.load(file, weights_only=False)["args"]).keys() & odd.keys()
+
+
+@pytest.mark.parametrize("call", [(os.system, "true"), (eval, "1"), (getattr, "a", "b")])
+def test_what_executes_still_refuses_the_file(call: tuple[Any, ...], tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (call[0], call[1:])
+
+    source = _small(tmp_path / "in", 1, 1)
+    _edit(source, "mp_rank_00", lambda file: vars(file["args"]).update(x=Evil()))
+    with pytest.raises(CheckpointError, match="refused, nothing was executed"):
+        read_checkpoint(source)

@@ -322,7 +322,7 @@ def _ints(file: StoragePath, name: str, value: object) -> tuple[int, ...]:
 
 def objects(blob: Blob) -> Index:
     """A blob of pickled objects: ``extra`` holds them."""
-    return torch_zip.index_span(blob.place, blob.start_bytes, blob.length_bytes)
+    return torch_zip.index_span(blob.place, blob.start_bytes, blob.length_bytes, foreign=True)
 
 
 def checksums(blobs: Iterable[Blob]) -> Iterator[RecordedChecksum]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import signal
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -95,12 +96,16 @@ def decode(
     data: bytes | bytearray | memoryview,
     path: str,
     persistent: Callable[[object], StorageRef] | None = None,
+    *,
+    foreign: bool = False,
 ) -> object:
     """The value of a pickle; raises CheckpointError, which names ``path``, on anything else.
 
     ``persistent`` turns a persistent id into a storage; without it such ids are an error.
+    ``foreign``: classes of libraries that are not known become stubs as well, where a run's
+    options are to be read beside them.
     """
-    vm = _Machine(path, bytes(data), persistent)
+    vm = _Machine(path, bytes(data), persistent, foreign=foreign)
     try:
         value = _run(vm)
     except InputEnds as error:
@@ -273,6 +278,23 @@ def _is_stub(path: str) -> bool:
     return path.startswith(_STUB_PREFIXES) and all(part.isidentifier() for part in path.split("."))
 
 
+# Of Python itself only these may be mentioned: a file that names others was made to do harm, and
+# is refused as a whole. Libraries whose names are listed above have closed lists.
+_FOREIGN_STDLIB = frozenset(
+    {"datetime", "decimal", "enum", "fractions", "functools", "ipaddress", "uuid", "zoneinfo"}
+)
+_NOT_FOREIGN = frozenset({"__main__", "numpy", "torch", "_codecs", "nt"})
+
+
+def _is_foreign(path: str) -> bool:
+    """Whether a name is one of a library that is not known."""
+    first = path.partition(".")[0]
+    known = first in _NOT_FOREIGN or (
+        first in sys.stdlib_module_names and first not in _FOREIGN_STDLIB
+    )
+    return not known and "." in path and all(part.isidentifier() for part in path.split("."))
+
+
 # --- the machine ----------------------------------------------------------------------------
 
 
@@ -289,6 +311,7 @@ class _Machine:
     memo: dict[int, object] = field(default_factory=dict)
     spent: int = 0  # elements copied by handlers
     tuple_keys: int = 0
+    foreign: bool = False  # let in classes of unknown libraries, as stubs
 
     def fail(self, text: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: pickle byte {self.pos}: {text}")
@@ -369,12 +392,15 @@ class _Machine:
         path = f"{module}.{name}"
         if module == "signal" and name in _SIGNALS:  # Python 3.10 and older spell a member so
             return _signal(name)
-        if path in _CALLS or path in _VALUES or _is_stub(path):
+        if path in _CALLS or path in _VALUES or self.is_stub(path):
             return Global(module, name)
         shown = path if path.isprintable() and len(path) <= 160 else short(path)
         raise CheckpointError(
             f"{self.path}: the pickle calls {shown}; refused, nothing was executed"
         )
+
+    def is_stub(self, path: str) -> bool:
+        return _is_stub(path) or (self.foreign and _is_foreign(path))
 
     def call(self, func: object, args: object) -> object:
         """What a call of a global stands for."""
@@ -383,7 +409,7 @@ class _Machine:
         handler = _CALLS.get(func.path)
         if handler is not None:
             return handler(self, args)
-        if not _is_stub(func.path):
+        if not self.is_stub(func.path):
             self.fail(f"calls {func.path}, which is a value")
         return Stub(func.module, func.name, args)
 

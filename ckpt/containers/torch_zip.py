@@ -83,23 +83,25 @@ class _Archive:
         return CheckpointError(f"{self.name}: {text}")
 
 
-def index(where: Where) -> Index:
+def index(where: Where, *, foreign: bool = False) -> Index:
     """The tensors of a file, named by their place: ``model.decoder.weight``, ``0.1.exp_avg``.
 
     ``extra`` is the rest: each top-level value that is not itself a tensor, under its key. A
     dict among them holds its tensors as ``TensorRef``. A file that is one tensor names it "".
-    Files of the form before zip archives are read as well.
+    Files of the form before zip archives are read as well. ``foreign`` is `pickles.decode`'s.
     """
     with storage_path(where).opened() as file:
         if torch_legacy.is_legacy(file):
             return torch_legacy.index(file)
-        return Archives(file).index(0, file.size)
+        return Archives(file).index(0, file.size, foreign=foreign)
 
 
-def index_span(where: Where, start_bytes: int, length_bytes: int) -> Index:
+def index_span(
+    where: Where, start_bytes: int, length_bytes: int, *, foreign: bool = False
+) -> Index:
     """``index`` of an archive that is a part of a file; offsets are from the file's start."""
     with archives(where) as file:
-        return file.index(start_bytes, length_bytes)
+        return file.index(start_bytes, length_bytes, foreign=foreign)
 
 
 def checksums(where: Where) -> Iterator[RecordedChecksum]:
@@ -125,7 +127,9 @@ class Archives:
 
     _file: OpenFile
 
-    def index(self, start_bytes: int, length_bytes: int, name: str = "") -> Index:
+    def index(
+        self, start_bytes: int, length_bytes: int, name: str = "", *, foreign: bool = False
+    ) -> Index:
         """``index_span``; errors call the archive ``name``, which the path is if it has none."""
         path, size = str(self._file.path), self._file.size
         name, stop_bytes = name or path, start_bytes + length_bytes
@@ -142,7 +146,9 @@ class Archives:
         metadata = _metadata(archive, records, prefix)
         raw = _small(archive, records[prefix + b"data.pkl"])
         known: dict[str, StorageRef] = {}
-        root = decode(raw, name, lambda pid: _storage(name, records, prefix, known, pid))
+        root = decode(
+            raw, name, lambda pid: _storage(name, records, prefix, known, pid), foreign=foreign
+        )
         entries = {}
         for key, view in tensors(name, root, budget=4 * len(raw)).items():
             record = records[_record_name(prefix, view.storage)]

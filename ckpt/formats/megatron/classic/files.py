@@ -211,7 +211,7 @@ def _check_files(folder: StoragePath, ranks: list[StoragePath]) -> None:
 def _rank_file(folder: StoragePath) -> RankFile:
     file = _weights_file(folder)
     assert file is not None, "checked before"
-    index = torch_zip.index(file)
+    index = torch_zip.index(file, foreign=True)  # args may hold objects of any library
     version = index.extra.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version not in VERSIONS:
         raise CheckpointError(f"{file}: checkpoint_version {version!r}; 0, 1, 2 and 3 are known")

@@ -109,7 +109,7 @@ def _check_kind(folder: StoragePath) -> None:
 def _common(folder: StoragePath, listing: dcp.Listing) -> Index:
     """What belongs to no rank: common.pt, or since megatron-core 0.20 an object in a blob."""
     if (folder / COMMON).is_file():
-        return torch_zip.index(folder / COMMON)
+        return torch_zip.index(folder / COMMON, foreign=True)
     name = next((name for name in listing.objects if _COMMON_OBJECT.fullmatch(name)), None)
     if name is None:
         raise CheckpointError(

@@ -381,11 +381,11 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
     trainer = loop.Trainer(_config(argv))
     folder = Path(save_dir)
     gate = threading.Event()
-    write = save._write_file
+    write = save.write_files
 
-    def wait_and_write(snapshot):
+    def wait_and_write(files):
         gate.wait(60.0)
-        return write(snapshot)
+        return write(files)
 
     def seen() -> dict[str, Any]:
         latest = folder / "latest"
@@ -395,7 +395,7 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
         }
 
     found: dict[str, Any] = {}
-    save._write_file = wait_and_write
+    save.write_files = wait_and_write
     try:
         trainer._one_step(1.0)
         trainer._save()
@@ -413,7 +413,7 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
         trainer.saver.wait()
         found["end"] = seen()
     finally:
-        save._write_file = write
+        save.write_files = write
     trainer.metrics.close()
     _leave()
     return found
@@ -446,7 +446,8 @@ class Launch:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if run.fault is not None:
             command = [sys.executable, __file__]
-            env |= {"PYTHONPATH": str(Path(__file__).parent), FAULT: run.fault}
+            paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FAULT: run.fault}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *run.argv(place)],
@@ -514,11 +515,11 @@ def _killed_while_saving() -> None:
     """Rank 3 is killed after step 5, while all ranks write the checkpoint of step 4."""
     from shardwright.train.checkpoint import save
 
-    write = save._write_file
+    write = save.write_files
 
-    def never_ends(snapshot):
-        found = write(snapshot)
-        if "checkpoint-4" in str(snapshot.path):
+    def never_ends(files):
+        found = write(files)
+        if "checkpoint-4" in str(files.stage):
             time.sleep(600.0)
         return found
 
@@ -526,7 +527,7 @@ def _killed_while_saving() -> None:
         (trainer.save_dir / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    _patch(save, "_write_file", never_ends)
+    _patch(save, "write_files", never_ends)
     _before_step(5, 3, die)
 
 
@@ -596,72 +597,122 @@ def _in_call(rank: int, owner: Any, name: str, act: Callable[[], object], when: 
     _before_step(when, rank, lambda trainer: due.append(True))
 
 
-def _slow_call(rank: int, owner: Any, name: str) -> None:
-    """A rank sleeps in a function once, when it is known what a usual step takes."""
-    _in_call(rank, owner, name, lambda: time.sleep(1.6), when=7)
+class _Clock:
+    """A clock that only moves when it is told to: no verdict hangs on how busy a machine is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sleep = time.sleep
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def _slow_data() -> None:
-    """Rank 1 waits for its samples once."""
-    from shardwright.train.data import samples as data
+def _clock() -> _Clock:
+    """The clock of everything that measures a step, a phase, a pass or a save."""
+    from shardwright.train.checkpoint import save
+    from shardwright.train.doctor import watch
+    from shardwright.train.run import trainer as loop
 
-    _slow_call(1, data.Batches, "__next__")
-
-
-def _slow_forward() -> None:
-    """Rank 1 computes slowly once."""
-    from shardwright.train.core import engine
-
-    _slow_call(1, engine, "forward_step")
+    made = _Clock()
+    for module in (watch, loop, save):
+        _patch(module, "time", made)
+    return made
 
 
-def _slow_network() -> None:
-    """No rank works longer, but once gradients take long to be exchanged."""
-    from shardwright.train.patches.megatron import import_megatron
-
-    for rank in range(4):
-        _slow_call(rank, import_megatron("distributed"), "finalize_model_grads")
-
-
-def _known_costs() -> None:
-    """Passes forward take 10 ms for each layer, and for the output layer as long as for four."""
+def _costs(clock: _Clock, of_layer: float, of_head: float) -> None:
+    """What a pass forward takes on this rank: seconds of each layer, and of the output layer."""
     from shardwright.train.core import engine
 
     step = engine.forward_step
 
     def slow(run, batches, chunk):
         model = chunk.module
-        time.sleep(0.01 * (len(model.decoder.layers) + 4 * model.post_process))
+        clock.advance(of_layer * len(model.decoder.layers) + of_head * model.post_process)
         return step(run, batches, chunk)
 
     _patch(engine, "forward_step", slow)
 
 
+def _slow_once(calls: Mapping[int, tuple[Any, str]]) -> None:
+    """A function takes 1.6 s once, by rank, when it is known what a usual step takes."""
+    clock = _clock()
+    for rank, (owner, name) in calls.items():
+        _in_call(rank, owner, name, lambda: clock.advance(1.6), when=7)
+    _costs(clock, 0.01, 0.0)
+
+
+def _slow_data() -> None:
+    """Rank 1 waits for its samples once; its tp neighbour waits for it in its pass."""
+    from shardwright.train.core import engine
+    from shardwright.train.data import samples as data
+
+    _slow_once({0: (engine, "forward_step"), 1: (data.Batches, "__next__")})
+
+
+def _slow_forward() -> None:
+    """Rank 1 computes slowly once; a tp neighbour waits within its pass, others outside of it."""
+    from shardwright.train.core import engine
+    from shardwright.train.patches.megatron import import_megatron
+
+    computes = (engine, "forward_step")
+    waits = (import_megatron("distributed"), "finalize_model_grads")
+    with_tp = int(os.environ["WORLD_SIZE"]) == 4
+    _slow_once({0: computes if with_tp else waits, 1: computes, 2: waits, 3: waits})
+
+
+def _slow_network() -> None:
+    """No rank works longer, but once gradients take long to be exchanged."""
+    from shardwright.train.patches.megatron import import_megatron
+
+    grads = (import_megatron("distributed"), "finalize_model_grads")
+    _slow_once(dict.fromkeys(range(4), grads))
+
+
+def _known_costs() -> None:
+    """Passes forward take 10 ms for each layer, and for the output layer as long as for four."""
+    _costs(_clock(), 0.01, 0.04)
+
+
 def _slow_disk() -> None:
-    """A rank's files of a checkpoint take longer than the steps until the next one."""
+    """A rank's files of a checkpoint take 2 s longer than the steps until the next one."""
+    import threading
+
     from shardwright.train.checkpoint import save
 
-    write = save._write_file
+    clock, write, wait, gate = _clock(), save.write_files, save.Saver.wait, threading.Event()
 
-    def slow(snapshot):
-        time.sleep(0.6)
-        return write(snapshot)
+    def slow(files):
+        gate.wait(60.0)
+        clock.advance(2.0)
+        return write(files)
 
-    _patch(save, "_write_file", slow)
+    def waiting(saver):
+        gate.set()
+        wait(saver)
+        gate.clear()
+
+    _patch(save, "write_files", slow)
+    _patch(save.Saver, "wait", waiting)
 
 
 def _full_disk() -> None:
     """Rank 1 finds no room for its files of step 4."""
     from shardwright.train.checkpoint import save
 
-    write = save._write_file
+    write = save.write_files
 
-    def full(snapshot):
-        if os.environ["RANK"] == "1" and "checkpoint-4" in str(snapshot.path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(snapshot.path))
-        return write(snapshot)
+    def full(files):
+        if os.environ["RANK"] == "1" and "checkpoint-4" in str(files.stage):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(files.stage))
+        return write(files)
 
-    _patch(save, "_write_file", full)
+    _patch(save, "write_files", full)
 
 
 FAULTS: Mapping[str, Callable[[], None]] = {

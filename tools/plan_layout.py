@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,8 +105,8 @@ def _request(args: argparse.Namespace):
         raise TrainError(
             "--distributed-optimizer has no sgd in megatron-core; drop it or take --optimizer adamw"
         )
-    if args.gpu_peak is not None and args.gpu_peak <= 0:
-        raise TrainError(f"--gpu-peak {args.gpu_peak:g}: must be above 0 TFLOP/s")
+    if args.gpu_peak is not None and not 0 < args.gpu_peak < math.inf:  # nan is neither
+        raise TrainError(f"--gpu-peak {args.gpu_peak:g}: must be a number above 0, of TFLOP/s")
     rates = [
         parse_bytes(text) if text else None
         for text in (args.gpu_memory, args.gpu_bandwidth, args.link_bandwidth,

@@ -59,6 +59,9 @@ def command(argv: Sequence[str]) -> int:
         raise TrainError(f"{lost}; replace it with --overwrite, or write elsewhere with --output")
     questions.write(table, output)
     print(f"wrote {output}")
+    if table["use_cpu"] and "use_cpu" not in {**known, **given}:
+        print("it says use_cpu: true, since no GPU was found here; for a machine with GPUs pass "
+              "--use-cpu false")  # fmt: skip
     return options.DONE
 
 

@@ -95,13 +95,15 @@ def plan(
     drop: Callable[[str], str | None] = lambda fqn: None,
     *,
     share: bool = False,
+    part: bool = False,
 ) -> Plan:
     """How every element of ``target`` is filled from ``source``.
 
     ``drop`` names the reason why a source tensor that the target lacks may be left out;
     None means that it may not. With ``share`` the target is one process's share of a model:
-    what it has no place for is another's. Places in the copies stay as the manifests have them.
-    Raises CheckpointError with every fault found.
+    what it has no place for is another's. With ``part`` the source is one process's as well: it
+    need not cover a tensor, but every box of the target. Places in the copies stay as the manifests
+    have them. Raises CheckpointError with every fault found.
     """
     faults: list[str] = []
     coverage = Coverage()
@@ -121,7 +123,7 @@ def plan(
         if meta.elastic:
             _account_for_padding(fqn, have, meta, target, coverage)
         boxes = [tuple(c.box for c in m.chunks[fqn]) for m in (source, target)]
-        found[fqn] = match(common, *boxes)
+        found[fqn] = match(common, boxes[0], boxes[1], part)
         fault = found[fqn].fault
         if not fault and not share:
             fault = target_fault(common, boxes[1])

@@ -31,12 +31,17 @@ class _TooManyError(Exception):
 
 
 @lru_cache(maxsize=512)  # layers repeat the same geometry, so a deep model costs one layer
-def match(wanted: Box, sources: tuple[Box, ...], targets: tuple[Box, ...]) -> Match:
-    """The geometry of one logical tensor; boxes are in its coordinates."""
+def match(
+    wanted: Box, sources: tuple[Box, ...], targets: tuple[Box, ...], part: bool = False
+) -> Match:
+    """The geometry of one logical tensor; boxes are in its coordinates.
+
+    The sources must cover ``wanted``, or with ``part`` no more of it than the targets do.
+    """
     try:
         tiling = _Tiling(sources)
         tiles = tiling.tiles
-        if wanted.numel and tiling.covers(wanted) != wanted.numel:
+        if wanted.numel and not part and tiling.covers(wanted) != wanted.numel:
             return Match(fault=_hole(wanted, tiling))
         moves: list[tuple[int, int, Box]] = []
         limit = max(FEW_COPIES, PER_BOX * (len(sources) + len(targets)))
@@ -45,6 +50,8 @@ def match(wanted: Box, sources: tuple[Box, ...], targets: tuple[Box, ...]) -> Ma
             if region is None or (region.numel == 0 and target.numel):
                 continue
             found = tiling.finder.overlaps(region)
+            if part and sum(common.numel for _, common in found) != region.numel:
+                return Match(fault=_hole(region, tiling))
             moves += [(tiles[tile][1], j, common) for tile, common in found]
             if len(moves) > limit:
                 raise _TooManyError

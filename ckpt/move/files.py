@@ -116,6 +116,10 @@ class Files:
         self, src: str, src_offset: int, dst: str, dst_offset: int, length: int, scratch: memoryview
     ) -> None:
         """Move a contiguous range between files, inside the kernel where it can."""
+        if src in self._buffers and dst not in self._buffers:
+            data = self._buffers[src][src_offset : src_offset + length]
+            self.write(dst, dst_offset, data)
+            return
         done = 0
         if self._can_copy and not (src in self._buffers or dst in self._buffers):
             done = self._copy(src, src_offset, dst, dst_offset, length)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import printable
 
+MOST_BYTES = 2**63 - 1  # what file systems and the kernel count to
 LINE_SECONDS = 10.0  # between plain lines: a log of a long run stays readable
 
 
@@ -84,7 +85,9 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise CheckpointError(f"{text!r} is not a size; write it as 5GB, 32MiB or 1048576")
     power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if size <= 0:
+    size = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if size > MOST_BYTES:
+        raise CheckpointError(f"{text[:40]!r} is more than any machine has; the most is 8 EiB")
+    if size < 1:
         raise CheckpointError(f"{text!r} is not a size above 0")
-    return size
+    return int(size)

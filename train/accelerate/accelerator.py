@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from shardwright.ckpt.model.manifest import SideFile
 from ..checkpoint import hf_weights as weights
 from ..checkpoint.load import Loaded, load
 from ..checkpoint.rank_state import RankState
-from ..checkpoint.save import Saver
+from ..checkpoint.save import Saver, SaveWait
 from ..config import from_plugin as config_plugin
 from ..config import schema as settings_of
 from ..config.plugin import MegatronLMPlugin
@@ -45,6 +46,7 @@ from ..core.from_config import (
     settle,
 )
 from ..core.process import Parallel, initialize, shutdown
+from ..doctor import measured
 from ..errors import TrainError
 from ..patches.megatron import import_megatron
 from . import param_groups as groups
@@ -320,11 +322,16 @@ class Accelerator:
         self._held = RankState.of(engine)
         weights.take(original, self._held)
         self._saver = Saver(
-            self._held, log=self.print, weights_only=not settings.saving.save_optimizer
-        )
+            self._held, log=self.print, weights_only=not settings.saving.save_optimizer,
+            on_wait=self._say_wait,
+        )  # fmt: skip
         engine.zero_grad()
         # in train mode whatever the original's is, as Accelerate's Megatron engine
         return PreparedModel(self, engine, original, self._handler(engine))
+
+    def _say_wait(self, wait: SaveWait) -> None:
+        if said := measured.slow_save(*astuple(wait)):
+            self.print(said)
 
     def _eod_tokens(self, original: Any) -> list[int]:
         """The end-of-document tokens, where their positions do not count toward the loss."""

@@ -24,6 +24,7 @@ from shardwright.ckpt.reader import follow, read_checkpoint
 
 from ..core import rng
 from ..errors import TrainError
+from . import training_state
 from .rank_state import Held, Log, RankState, bytes_of
 
 
@@ -87,7 +88,8 @@ def load(
         log("masters were refreshed from the loaded weights")
     random = _restore_random(ckpt, held, seed, log) if not weights_only else False
     had_moments = with_optimizer and not fresh
-    return Loaded(ckpt, ckpt.step or 0, ckpt.manifest.state, had_moments, random)
+    state = training_state.from_json(ckpt.manifest.state)
+    return Loaded(ckpt, ckpt.step or 0, state, had_moments, random)
 
 
 def describes_itself(path: Where) -> bool:

@@ -3,16 +3,18 @@
 A rank's tensors are copied to host memory, which is all that the step waits for; a thread then
 writes this rank's files. No collective runs in that thread: ranks agree over a gloo group of their
 own when the trainer next calls ``poll``, and only then rank 0 publishes.
+
+Each rank's part is a plan from its live tensors to its files (rank_files.py); rank 0 holds the
+output's transaction, so that lock, staging, sync and rename are those of every command.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,23 +22,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.ckpt.containers import safetensors
+from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.formats.native import names as shard_names
 from shardwright.ckpt.formats.native import writer as shards_out
-from shardwright.ckpt.model.file_layout import Spec
-from shardwright.ckpt.model.manifest import SideFile
-from shardwright.ckpt.model.mesh import Coord
-from shardwright.ckpt.model.target import Target
-from shardwright.ckpt.move import files
-from shardwright.ckpt.move.live import LiveTensor
-from shardwright.ckpt.move.publish import _exchange as exchange
+from shardwright.ckpt.model.design import Design, OutFile, check_design
+from shardwright.ckpt.model.file_layout import FileLayout
+from shardwright.ckpt.model.manifest import Manifest, SideFile
+from shardwright.ckpt.move import tree
+from shardwright.ckpt.move.publish import OutputTransaction, stage_of
 from shardwright.ckpt.reader import LATEST
 
-from ..core import rng
-from ..doctor import measured
 from ..errors import TrainError
-from .host_memory import HostMemory, to_host
-from .rank_state import Held, Log, RankState, bytes_of, dtype_of
+from . import training_state
+from .host_memory import HostMemory
+from .rank_files import RankFiles, snapshot, write_files
+from .rank_state import Log, RankState
+
+_RANK_FILES = ("model_tp_", "optimizer_tp_", "random_states_")
+REMOVED = ".removed"  # ends the private name of a checkpoint that is being deleted
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWait:
+    """How long training waited for the save before this one; seconds and bytes of this rank."""
+
+    step: int
+    waited: float
+    since: float  # from the last save to this one
+    size: int
+    took: float  # to write the files
 
 
 @dataclass(slots=True)
@@ -45,23 +59,13 @@ class _Pending:
 
     step: int
     final: Path
-    stage: Path
+    output: OutputTransaction | None  # on rank 0
     thread: threading.Thread
     sides: tuple[SideFile, ...]
-    state: Mapping[str, object]
+    state: Mapping[str, object]  # JSON
     written: list[tuple[str, int, str]] = field(default_factory=list)  # name, size, digest
     error: BaseException | None = None
     took_s: float = 0.0  # to write this rank's files
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """A file of this rank in host memory."""
-
-    path: Path
-    specs: list[Spec]
-    tensors: list[torch.Tensor]
-    metadata: dict[str, str]
 
 
 class Saver:
@@ -73,12 +77,18 @@ class Saver:
         *,
         keep_last: int | None = None,
         log: Log = lambda line: None,
+        on_wait: Callable[[SaveWait], None] = lambda wait: None,
         weights_only: bool = False,
         reserve: bool = True,
+        replaced: Sequence[Path] = (),
     ) -> None:
-        """``reserve`` host memory at once where tensors lie on a GPU, if a save is to come."""
-        self.held, self.keep_last, self.log = held, keep_last, log
-        self.weights_only = weights_only
+        """``reserve`` host memory at once where tensors lie on a GPU, if a save is to come.
+
+        ``on_wait`` is told when a save had to wait for the one before it. ``replaced`` are older
+        checkpoints that give way to the first save.
+        """
+        self.held, self.keep_last, self.log, self.on_wait = held, keep_last, log, on_wait
+        self.weights_only, self._replaced = weights_only, list(replaced)
         self.memory: HostMemory | None = None
         device = next(iter(held.named.values())).device
         if reserve and device.type == "cuda":
@@ -96,71 +106,49 @@ class Saver:
     ) -> None:
         """Copy everything to host memory and start writing; an unfinished save is waited for.
 
-        ``state`` holds schedule, param_groups and data as JSON values. ``sides`` are files that
-        travel along (config, tokenizer); rank 0 writes them.
+        ``state`` holds schedule, param_groups and data; what JSON cannot hold is refused here,
+        before anything is written. ``sides`` are files that travel along (config, tokenizer);
+        rank 0 writes them. Raises TrainError on every rank.
         """
-        self._wait_and_say(step)
+        table = training_state.to_json(state)
+        self._wait_and_tell(step)
         started = self._last_save = time.monotonic()
         self.held.settle()
-        stage = final.parent / f".{final.name}.partial"
-        if self.held.rank == 0:
-            shutil.rmtree(stage, ignore_errors=True)
-            stage.mkdir(parents=True)
-        _barrier(self.held.control)
+        output = self._open(final)
         if self.memory is not None:
             self.memory.clear()
-        snapshots = self._snapshots(stage, step)
-        thread = threading.Thread(target=self._write, args=(snapshots,), daemon=True)
-        self._pending = _Pending(step, final, stage, thread, tuple(sides), dict(state))
+        try:
+            files = snapshot(self.held, stage_of(final), step, self.memory, self.weights_only)
+        except BaseException:
+            if output is not None:
+                output.close(failed=True)
+            raise
+        thread = threading.Thread(target=self._write, args=(files,), daemon=True)
+        self._pending = _Pending(step, final, output, thread, tuple(sides), table)
         thread.start()
         self.stalled_s = time.monotonic() - started
 
-    def _snapshots(self, stage: Path, step: int) -> list[_Snapshot]:
-        """This rank's files: the first dp rank has the weights, each has its optimizer share."""
-        held, target = self.held, self.held.target(step)
-        found = []
-        if held.saves(held.named):
-            found.append(self._snapshot(stage, "model", held.coord, held.weights(), target))
-        if held.optimizer is not None:
-            held.optimizer.init_state()  # before the first step too: a state that can be loaded
-        moments = [] if self.weights_only else held.moments()
-        if moments and (held.sharded or held.saves(held.named)):
-            coord = (*held.coord, ("dp", held.dp_rank)) if held.sharded else held.coord
-            found.append(self._snapshot(stage, "optimizer", coord, moments, target))
-        tensors, meta = rng.capture()
-        specs = [Spec(k, dtype_of(t), tuple(t.shape)) for k, t in tensors.items()]
-        path = stage / f"random_states_{held.rank}.safetensors"
-        found.append(_Snapshot(path, specs, [t.clone() for t in tensors.values()], meta))
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return found
+    def _open(self, final: Path) -> OutputTransaction | None:
+        """Rank 0 locks and empties the staging folder; TrainError on every rank if it cannot."""
+        output, why = None, ""
+        if self.held.rank == 0:
+            output = OutputTransaction(final, overwrite=True, is_ours=_is_stage)
+            try:
+                output.open()
+            except CheckpointError as error:
+                why = str(error)
+        why = gather(why, self.held.control)[0]
+        if why:
+            raise TrainError(f"cannot save: {why}")
+        return output
 
-    def _snapshot(
-        self,
-        stage: Path,
-        kind: str,
-        coord: Coord,
-        tensors: Sequence[Held],
-        target: Target,
-    ) -> _Snapshot:
-        specs = [Spec(h.live.key, h.live.dtype, h.live.shape) for h in tensors]
-        meta = shards_out.rank_metadata(target, coord)
-        if "dp" in dict(coord):
-            ranges = {h.live.key: _range(h.live) for h in tensors}
-            meta["ranges"] = json.dumps(ranges)
-        name = shard_names.file_name(kind, coord, "safetensors")
-        copies = [to_host(h.tensor, self.memory) for h in tensors]
-        return _Snapshot(stage / name, specs, copies, meta)
-
-    def _write(self, snapshots: Sequence[_Snapshot]) -> None:
+    def _write(self, files: RankFiles) -> None:
         """In the background thread: this rank's files, synced and digested."""
         pending = self._pending
         assert pending is not None
         started = time.monotonic()
         try:
-            for snapshot in snapshots:
-                size, mark = _write_file(snapshot)
-                pending.written.append((snapshot.path.name, size, mark))
+            pending.written += write_files(files)
         except BaseException as error:
             pending.error = error
         pending.took_s = time.monotonic() - started
@@ -185,15 +173,22 @@ class Saver:
             return False
         pending, self._pending = self._pending, None
         if lowest == 0:
-            rank, error = self.held.rank, pending.error
-            said = f"rank {rank}: {error}" if error is not None else None
-            why = [one for one in _gather(said, self.held.control) if one is not None]
-            raise TrainError(
-                f"{pending.final} could not be written ({'; '.join(why)}); free space there, or "
-                "keep fewer checkpoints, and go on from the last one that was saved"
-            )
+            self._give_up(pending, pending.error)
         self._publish(pending)
         return True
+
+    def _give_up(self, pending: _Pending, error: BaseException | None) -> None:
+        """Every rank raises the same TrainError; what was written is removed."""
+        rank = self.held.rank
+        said = f"rank {rank}: {error}" if error is not None else None
+        why = [one for one in gather(said, self.held.control) if one is not None]
+        made = TrainError(
+            f"{pending.final} could not be written ({'; '.join(why)}); free space there, or "
+            "keep fewer checkpoints, and go on from the last one that was saved"
+        )
+        if pending.output is not None:
+            pending.output.close(failed=True)
+        raise made
 
     def wait(self) -> None:
         """Block until the running save is published."""
@@ -202,81 +197,106 @@ class Saver:
             while not self.poll():
                 time.sleep(0.01)
 
-    def _wait_and_say(self, step: int) -> None:
-        """Wait for an unfinished save, and say so where that holds training up."""
+    def _wait_and_tell(self, step: int) -> None:
+        """Wait for an unfinished save, and tell how long training was held up."""
         pending, started = self._pending, time.monotonic()
         self.wait()
         if pending is not None:
             ended = time.monotonic()
             size = sum(size for _, size, _ in pending.written)
-            said = measured.slow_save(
-                step, ended - started, ended - self._last_save, size, pending.took_s
-            )
-            if said:
-                self.log(said)
+            wait = SaveWait(step, ended - started, ended - self._last_save, size, pending.took_s)
+            self.on_wait(wait)
 
     def _publish(self, pending: _Pending) -> None:
-        rows = _gather(pending.written, self.held.control)
-        if self.held.rank == 0:
+        rows = gather(pending.written, self.held.control)
+        error = None
+        if pending.output is not None:
             table = {name: (size, mark) for part in rows for name, size, mark in part}
-            self._finish(pending, table)
-        _barrier(self.held.control)
+            try:
+                self._finish(pending, pending.output, table)
+            except (CheckpointError, OSError) as failed:
+                error = failed
+        if any(gather(error is not None, self.held.control)):
+            self._give_up(pending, error)
         self.log(f"saved {pending.final}")
 
-    def _finish(self, pending: _Pending, table: Mapping[str, tuple[int, str]]) -> None:
-        """On rank 0: the text files, one rename, then the pointer."""
-        target = self.held.target(pending.step)
-        for side in pending.sides:
-            _write_side(pending.stage, side)
-        padded = self.held.placement.padded
-        dtype = str(next(iter(self.held.named.values())).dtype).removeprefix("torch.")
-        text = shards_out.checkpoint_json(target, pending.state, padded, dtype, table)
-        _write_text(pending.stage / shard_names.CHECKPOINT, text)
-        _sync_folder(pending.stage)
-        if pending.final.exists():
-            exchange(pending.stage, pending.final, pending.stage.with_suffix(".replaced"))
-            shutil.rmtree(pending.stage)
-        else:
-            os.rename(pending.stage, pending.final)
-        pointer = pending.final.parent / f".{LATEST}.partial"
-        _write_text(pointer, pending.final.name + "\n")
-        os.replace(pointer, pending.final.parent / LATEST)
-        _sync_folder(pending.final.parent)
+    def _finish(
+        self, pending: _Pending, output: OutputTransaction, table: Mapping[str, tuple[int, str]]
+    ) -> None:
+        """On rank 0: the text files, sync and rename, then the pointer, last what is too old."""
+        target, named = self.held.target(pending.step), self.held.named
+        dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
+        text = shards_out.checkpoint_json(
+            target, pending.state, self.held.placement.padded, dtype, table
+        )
+        sides = [*pending.sides, SideFile(shard_names.CHECKPOINT, text=text)]
+        files = [
+            OutFile(str(output.path / name), FileLayout(size, {}, ()))
+            for name, (size, _) in table.items()
+        ]
+        check_design(Design(files, Manifest({}, {})), output.path, sides)
+        for side in sides:
+            _write_side(output.path, side)
+        output.carry_over(_is_made)  # a script may save into a folder that holds more
+        output.publish()
+        output.close()
+        _point_to(pending.final)
         self._prune(pending.final)
 
     def _prune(self, newest: Path) -> None:
-        """Remove all but the last ``keep_last`` checkpoints of the save folder."""
-        if self.keep_last is None:
-            return
-        steps = {}
-        for child in newest.parent.glob("checkpoint-*"):
-            number = child.name.removeprefix("checkpoint-")
-            if number.isdigit() and child.is_dir():
-                steps[int(number)] = child
-        for step in sorted(steps)[: -self.keep_last]:
-            if steps[step] != newest:
-                shutil.rmtree(steps[step])
+        """Remove all but the last ``keep_last`` checkpoints of the save folder.
+
+        Each gets a hidden name first: a checkpoint is whole as long as it can be seen.
+        """
+        old = [path for path in self._replaced if path != newest and path.is_dir()]
+        self._replaced = []
+        if self.keep_last is not None:
+            old += _before(newest, old)[: -self.keep_last]
+        for path in old:
+            os.rename(path, _unused(newest.parent / f".{path.name}{REMOVED}"))
+        for gone in newest.parent.glob(f".checkpoint-*{REMOVED}"):  # also those of a killed run
+            shutil.rmtree(gone, ignore_errors=True)
 
 
-def _range(tensor: LiveTensor) -> list[int]:
-    stop = tensor.stop
-    if tensor.whole:
-        stop = 1
-        for size in tensor.placed.shape:
-            stop *= size
-    return [tensor.start, stop]
+def _before(newest: Path, leaving: Sequence[Path]) -> list[Path]:
+    """The checkpoints of this run up to ``newest``, in order: later ones are no steps of it."""
+    steps = {}
+    for child in newest.parent.glob("checkpoint-*"):
+        number = child.name.removeprefix("checkpoint-")
+        if number.isdigit() and child.is_dir() and child not in leaving:
+            steps[int(number)] = child
+    last = int(newest.name.removeprefix("checkpoint-"))
+    return [steps[step] for step in sorted(steps) if step <= last]
 
 
-def _write_file(snapshot: _Snapshot) -> tuple[int, str]:
-    """Create, fill, sync and digest one file; its size and xxh3-128."""
-    blueprint = safetensors.layout(snapshot.specs, snapshot.metadata)
-    path = str(snapshot.path)
-    files.create(path, blueprint)
-    with files.Files() as opened:
-        for spec, tensor in zip(snapshot.specs, snapshot.tensors, strict=True):
-            opened.write(path, blueprint.offsets[spec.name], bytes_of(tensor.contiguous()))
-        opened.sync()
-        return blueprint.size_bytes, files.digest(path, opened)
+def _unused(path: Path) -> Path:
+    """``path``, or where a killed run has left one, the same with a number."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        found = path.with_name(f"{path.name.removesuffix(REMOVED)}.{number}{REMOVED}")
+        number += 1
+    return found
+
+
+def _is_made(name: str) -> bool:
+    """Whether a file of an older checkpoint gives way with it: all that only a checkpoint has."""
+    return name == shard_names.CHECKPOINT or name.startswith(_RANK_FILES)
+
+
+def _is_stage(folder: Path) -> bool:
+    """Whether an older release, which kept no journal, left this folder."""
+    return any(name.startswith(_RANK_FILES) for name in os.listdir(folder))
+
+
+def _point_to(final: Path) -> None:
+    """Make ``latest`` name a checkpoint, which is on the disk already."""
+    pointer = final.parent / f".{LATEST}.partial"
+    with pointer.open("w", encoding="utf-8") as file:
+        file.write(final.name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(pointer, final.parent / LATEST)
+    tree.sync(final.parent)
 
 
 def _write_side(stage: Path, side: SideFile) -> None:
@@ -288,21 +308,6 @@ def _write_side(stage: Path, side: SideFile) -> None:
         target.write_text(side.text, encoding="utf-8")
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _lowest(value: int, group: dist.ProcessGroup | None) -> int:
     if not dist.is_initialized():
         return value
@@ -311,14 +316,10 @@ def _lowest(value: int, group: dist.ProcessGroup | None) -> int:
     return int(box.item())
 
 
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value, by rank."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
-
-
-def _barrier(group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized():
-        dist.barrier(group=group)

@@ -73,12 +73,18 @@ FILE_KEYS: dict[str, FieldUse] = {
 }  # fmt: skip
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file."""
+def import_yaml(path: str) -> Any:
+    """PyYAML, which only YAML files need; TrainError where it is not installed."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise TrainError(f"{path}: reading YAML needs PyYAML; pip install pyyaml") from None
+        raise TrainError(f"{path}: YAML files need PyYAML; pip install pyyaml") from None
+    return yaml
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file."""
+    yaml = import_yaml(path)
     try:
         with open(path, encoding="utf-8") as file:
             found = yaml.safe_load(file)

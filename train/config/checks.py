@@ -124,9 +124,13 @@ def _distributed_faults(layout: Parallelism, optimizer: Optimizer) -> list[str]:
 
 
 def _saving_faults(saving: Saving) -> list[str]:
-    if saving.save_dir is not None:
-        return []
     faults = []
+    if saving.overwrite and saving.resume == LATEST:
+        faults.append("--overwrite replaces the run that --resume would go on with; drop one")
+    if saving.save_dir is not None:
+        return faults
+    if saving.overwrite:
+        faults.append("--overwrite has no --save-dir to replace a run in")
     if saving.save_interval is not None:
         faults.append(f"--save-interval {saving.save_interval} has no --save-dir to save to")
     if saving.keep_last is not None:

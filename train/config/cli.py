@@ -71,6 +71,9 @@ OPTIONS: dict[str, Option] = {
         "seq_length", "tokens of a sequence (default: the model's positions, at most 1024)",
         group="model and data",
     ),
+    "data_key": _option(
+        "str", "key of a JSONL record's text", "text", metavar="KEY", group="model and data"
+    ),
     "eval_data": _option("texts", "text or JSONL files to evaluate on", group="model and data"),
     "eval_interval": _of_field(
         "eval_interval", "steps between evaluations", group="model and data"
@@ -152,6 +155,9 @@ OPTIONS: dict[str, Option] = {
     "resume": _option(
         "str", "continue from a checkpoint, or from SAVE_DIR's latest", metavar="DIR",
         group="saving",
+    ),
+    "overwrite": _option(
+        "bool", "replace another run in SAVE_DIR once this one has saved", False, group="saving"
     ),
     "tensorboard_dir": _of_field(
         "tensorboard_dir", "TensorBoard event files (default: below SAVE_DIR)", group="saving",

@@ -28,9 +28,9 @@ from .accelerate_yaml import (
 from .checks import faults_of
 from .cli import OPTIONS
 from .from_plugin import MIXED, from_plugin, launch_of
-from .plugin import MegatronLMPlugin, environment
+from .plugin import ENV, MegatronLMPlugin, environment
 from .schema import LATEST, Launch, Optimizer, TrainConfig
-from .values import Sourced, resolve
+from .values import Resolved, Sourced, resolve
 
 
 def from_options(
@@ -61,7 +61,7 @@ def from_options(
     notes += [*own.overruled, *plugin.overruled, *config.notes, *more, *_batch_note(plugin, config)]
     launch = replace(launch, timeout_minutes=config.launch.timeout_minutes)
     config = _with_options(replace(config, launch=launch), said, tuple(notes))
-    faults = faults_of(config)
+    faults = faults_of(config) + _without_effect(own, plugin)
     if not complete:
         raise_faults("options", faults)
         return config
@@ -73,6 +73,37 @@ def from_options(
     return config
 
 
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+
+
+def _without_effect(own: Resolved, plugin: MegatronLMPlugin) -> list[str]:
+    """Options that somebody gave and that would change nothing."""
+    said, given = own.values, own.origins
+    faults = []
+    if not said["eval_data"]:
+        faults += [
+            f"{_flag(name)} ({plugin.origin(name)}): there is no --eval-data to evaluate on"
+            for name in ("eval_interval", "eval_iters")
+            if plugin.given(name) and not plugin.origin(name).startswith(ENV)
+        ]
+    name = said["optimizer"]
+    faults += [
+        f"{_flag(option)} is SGD's, the optimizer is {name}; --optimizer sgd takes it"
+        for option in ("sgd_momentum",)
+        if option in given and name != "sgd"
+    ]
+    faults += [
+        f"{_flag(option)} is Adam's, the optimizer is sgd; leave it out"
+        for option in _ADAM
+        if option in given and name == "sgd"
+    ]
+    return faults
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _with_options(
     config: TrainConfig, said: Mapping[str, Any], notes: tuple[str, ...]
 ) -> TrainConfig:
@@ -82,13 +113,19 @@ def _with_options(
     return replace(
         config,
         parallelism=replace(config.parallelism, pp_layers=layers),
-        data=replace(config.data, files=said["data"] or (), eval_files=said["eval_data"] or ()),
+        data=replace(
+            config.data,
+            files=said["data"] or (),
+            key=said["data_key"],
+            eval_files=said["eval_data"] or (),
+        ),
         saving=replace(
             config.saving,
             save_dir=said["save_dir"],
             save_interval=said["save_interval"],
             keep_last=said["keep_last"],
             resume=said["resume"],
+            overwrite=bool(said["overwrite"]),
         ),
         model=replace(config.model, path=said["model"]),
         launch=replace(

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TrainError, raise_faults
-from .accelerate_yaml import FILE_KEYS, KEY, AccelerateFile, parse_accelerate, read_yaml
+from .accelerate_yaml import (
+    FILE_KEYS,
+    KEY,
+    AccelerateFile,
+    import_yaml,
+    parse_accelerate,
+    read_yaml,
+)
 from .fields import ACCELERATE_FIELDS, FIELDS
 from .from_plugin import MIXED, from_plugin
 from .plugin import MegatronLMPlugin, environment
@@ -87,7 +94,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         RECOMPUTE, "Recompute activations: none, selective (attention) or full (whole layers)",
-        Values("str", choices=("none", "selective", "full")), lambda a: "selective",
+        Values("str", choices=("none", "selective", "full")), lambda a: "none",
     ),
     Question(
         "recompute_method", "Which layers: uniform (all) or block (the first of each stage)",
@@ -338,8 +345,7 @@ def refuse_to_replace(path: Path, read: str | None) -> str | None:
 
 def write(made: Mapping[str, Any], path: Path, remarks: Sequence[str] = ()) -> None:
     """Write the YAML whole or not at all; ``remarks`` are lines of comment before it."""
-    import yaml  # type: ignore[import-untyped]
-
+    yaml = import_yaml(str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f"# {line}\n" for line in remarks) + yaml.safe_dump(dict(made))
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

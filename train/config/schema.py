@@ -129,6 +129,7 @@ class Data:
     """What is trained and evaluated on."""
 
     files: tuple[str, ...] = ()
+    key: str = "text"  # of a JSONL record's text
     seq_length: int | None = None  # None: the first batch's, or what `for_model` chooses
     eval_files: tuple[str, ...] = ()
     eval_interval: int = 1000  # steps
@@ -147,6 +148,7 @@ class Saving:
     save_interval: int | None = None  # steps; None: at the end only
     keep_last: int | None = None  # None: all
     resume: str | None = None  # LATEST, or a checkpoint's folder
+    overwrite: bool = False  # another run's results in save_dir give way to this one's
     save_optimizer: bool = True
     load_optimizer: bool = True
 

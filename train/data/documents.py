@@ -125,7 +125,9 @@ def _record(where: str, line: bytes, data_key: str) -> str:
         raise TrainError(f"{where} is a JSON {type(record).__name__}, not an object")
     if data_key not in record:
         keys = ", ".join(sorted(record)) or "none"
-        raise TrainError(f"{where} has no key {data_key!r} (its keys: {keys}); pass --data-key")
+        raise TrainError(
+            f"{where} has no key {data_key!r} (its keys: {keys}); name one with --data-key"
+        )
     text = record[data_key]
     if not isinstance(text, str):
         raise TrainError(f"{where}: {data_key!r} is a {type(text).__name__}, not a string")

@@ -227,9 +227,12 @@ class EvalBatches:
         dp_rank: int = 0,
         dp_size: int = 1,
         max_positions: int | None = None,
+        multiple_of: int = 1,
     ) -> None:
+        """``multiple_of``: micro-batches, as an interleaved pipeline takes them."""
         check_length(corpus, seq_length, max_positions)
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        self.multiple_of = multiple_of
         self._dataset = _unshuffled(_dataset(corpus.indexed(), seq_length, 0))
         have = len(self._dataset)
         self.num_samples = have if num_samples is None else min(num_samples, have)
@@ -241,7 +244,8 @@ class EvalBatches:
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
 
     def __len__(self) -> int:
-        return -(-self.num_samples // (self.micro_batch_size * self.dp_size))
+        unit = self.micro_batch_size * self.dp_size * self.multiple_of
+        return -(-self.num_samples // unit) * self.multiple_of
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for micro in range(len(self)):

@@ -78,8 +78,6 @@ def memory_fixes(
     held = min(layout.pp, batch.num_micro_batches)  # micro-batches, by the first stage
     if layers is not None and held > 1 and layout.virtual_pp_layers is None:
         fixes += _lighter_first_stage(layout.pp_layers or even_split(layers, layout.pp))
-    if config.recompute.granularity == "none":
-        fixes.append("--recompute selective repeats the attention in the backward pass")
     if config.recompute.granularity != "full":
         fixes.append("--recompute full keeps one input per layer, for a third more work")
     if config.precision.name == "fp32":

@@ -67,7 +67,8 @@ def _bubble_fixes(config: TrainConfig, layers: int | None) -> list[str]:
         fixes.append(f"less PP: --pp {half}, with more data or tensor parallelism, lowers it to "
                      f"{bubble_share(half, m):.0%}")  # fmt: skip
     per_stage = layers // pp if layers and layers % pp == 0 else 0
-    if layout.virtual_pp_layers is None and per_stage > 1 and m % pp == 0:
+    even = layout.pp_layers is None and layout.last_stage_layers is None
+    if layout.virtual_pp_layers is None and even and per_stage > 1 and m % pp == 0:
         chunk = next(n for n in range(per_stage // 2, 0, -1) if per_stage % n == 0)
         fixes.append(f"interleave: --virtual-pp-layers {chunk} lowers it to "
                      f"{bubble_share(pp, m, per_stage // chunk):.0%}")  # fmt: skip

@@ -115,6 +115,3 @@ def find(
         if value is not None:
             found = replace(found, **{field: value})
     return found
-
-
-GIB = 2**30

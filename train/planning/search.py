@@ -23,6 +23,7 @@ from .pipeline import balanced
 
 MICRO = (1, 2, 4, 8, 16)  # micro-batch sizes that are tried
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)  # chunks of a stage that are tried
+MOST = 1_000_000_000  # of GPUs, tokens or sequences: arithmetic with more is no estimate
 ALIKE = 1.05  # the estimate's own error: times this near are no reason against a simpler layout
 
 
@@ -127,8 +128,9 @@ def check(request: Request, model: Model) -> None:
         ("--seq-length", request.seq), ("--global-batch-size", batch),
         ("--tp", request.tp), ("--pp", request.pp), ("--micro-batch-size", request.micro),
     ):  # fmt: skip
-        if value is not None and value < 1:
-            raise TrainError(f"{flag} {value}: must be at least 1")
+        if value is not None and not 1 <= value <= MOST:
+            bound = "at least 1" if value < 1 else f"at most {MOST}"
+            raise TrainError(f"{flag} {value if abs(value) <= MOST else '...'}: must be {bound}")
     if cluster.gpus > cluster.per_node and cluster.gpus % cluster.per_node:
         low = cluster.gpus // cluster.per_node * cluster.per_node
         raise TrainError(

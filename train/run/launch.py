@@ -7,6 +7,7 @@ once. Under torchrun or ``accelerate launch`` a process is a rank already and no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config.schema import Launch, TrainConfig
-from . import network
-from .stopping import STOP_FILE
+from . import network, stopping
+from .stopping import STOP_FILE, signals
 
 ARGUMENTS = "SHARDWRIGHT_ARGUMENTS"  # what a rank that we start is to do, as JSON
 # No C++ stack trace where machines do not meet; the agent unsets it for its ranks.
@@ -50,7 +51,9 @@ def launch(config: TrainConfig, argv: Sequence[str]) -> int:
         # the agent's parser would take some of our options for its own
         environment = {**os.environ, ARGUMENTS: json.dumps(list(argv)), STOP_FILE: str(stop)}
         environment.setdefault(*QUIET_AGENT)
-        return _supervise(command, environment | _environment(config), stop)
+        environment |= _environment(config)
+        with stopping.alive(Path(folder) / "launcher") as lock:
+            return _supervise(command, environment | lock, stop)
 
 
 def _meeting(launch: Launch) -> list[str]:
@@ -98,11 +101,12 @@ def _supervise(command: list[str], environment: dict[str, str], stop: Path) -> i
         asked += 1
         if asked == 1:
             stop.touch()
-            print("stopping after this step: saving (again: stop at once)", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print("stopping after this step: saving (again: stop at once)", file=sys.stderr)
         else:
             os.killpg(child.pid, signal.SIGTERM)
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, ask) for s in signals()}
     try:
         while True:
             try:

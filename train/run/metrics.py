@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -13,6 +15,8 @@ import torch
 
 from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.model.placement import shapes_of
+
+from ..errors import TrainError
 
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"
@@ -70,7 +74,9 @@ class Metrics:
             path = self.save_dir / METRICS
             _forget_after(path, done)
             self._file = path.open("a", encoding="utf-8")
-            self._board = _tensorboard(tensorboard_dir or str(self.save_dir / "tensorboard"))
+            tensorboard_dir = tensorboard_dir or str(self.save_dir / "tensorboard")
+        if writes and tensorboard_dir is not None:
+            self._board = _tensorboard(tensorboard_dir)
         if bar:
             from tqdm import tqdm
 
@@ -82,8 +88,9 @@ class Metrics:
         """A step's numbers, and how the bar shows them."""
         self.note(row)
         if self._bar is not None:
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(1)
+            with contextlib.suppress(OSError):  # a terminal that is gone ends no run
+                self._bar.set_postfix(shown, refresh=False)
+                self._bar.update(1)
 
     def note(self, row: Mapping[str, float | int]) -> None:
         """Numbers that are not a step's, such as an evaluation's."""
@@ -97,10 +104,11 @@ class Metrics:
 
     def say(self, line: str) -> None:
         """A line above the bar."""
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.write(line, file=sys.stderr)
+            else:
+                print(line, file=sys.stderr, flush=True)
 
     def end_bar(self) -> None:
         """Leave the bar as it stands, so that what follows begins a line."""
@@ -124,10 +132,33 @@ def _forget_after(path: Path, step: int) -> None:
     """Drop rows after the step that is resumed from: they will be written again."""
     if not path.exists():
         return
-    rows = [line for line in path.read_text().splitlines() if line]
-    kept = [line for line in rows if json.loads(line)["step"] <= step]
-    if len(kept) < len(rows):
-        path.write_text("".join(line + "\n" for line in kept))
+    kept = [line for line, row in _rows(path) if row["step"] <= step]
+    text = "".join(line + "\n" for line in kept)
+    if path.read_text(encoding="utf-8") != text:
+        beside = path.with_name(f".{path.name}.partial")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+
+
+def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Lines and what they say; half of a last line, which a kill leaves, is left out."""
+    lines, found = path.read_text(encoding="utf-8", errors="replace").splitlines(), []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("a row has a step")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            if line:
+                raise TrainError(
+                    f"{path}: line {number} is not a row of metrics ({error}); repair it, or move "
+                    "the file away"
+                ) from None
+            continue
+        found.append((line, row))
+    return found
 
 
 def _tensorboard(folder: str) -> Any:
@@ -141,7 +172,7 @@ def _tensorboard(folder: str) -> Any:
 
 def draw_curve(save_dir: Path) -> None:
     """``loss.png`` from metrics.jsonl; nothing where matplotlib is not installed."""
-    rows = [json.loads(line) for line in (save_dir / METRICS).read_text().splitlines()]
+    rows = [row for _, row in _rows(save_dir / METRICS)]
     train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     held_out = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
     if not train:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwright.ckpt.reader import LATEST
 
 from ..checkpoint.load import Loaded, load
 from ..checkpoint.rank_state import RankState
-from ..checkpoint.save import Saver
+from ..checkpoint.save import Saver, SaveWait, gather
 from ..config.schema import TrainConfig
 from ..core.from_config import engine_of, layout_of, positions_of, settle
 from ..core.layout import check_layout
@@ -30,6 +31,7 @@ from ..data.tokenizer import find_tokenizer
 from ..doctor import measured
 from ..doctor.watch import Watch
 from ..errors import TrainError
+from . import save_dir, stopping
 from .metrics import Metrics, flops_per_token, peak_memory_bytes
 from .source import find_source
 from .stopping import stop_file_exists
@@ -55,6 +57,7 @@ class Trainer:
         self.source = find_source(config)
         self.model = self.source.model()
         self.config = settle(config, self.model, str(self.source.config))
+        save_dir.check_unused(config)  # before any rank writes there
         self.parallel: Parallel = initialize(
             layout_of(self.config),
             seed=config.seed,
@@ -82,6 +85,7 @@ class Trainer:
         self._load()
         saving = self.config.saving
         self.save_dir = Path(saving.save_dir) if saving.save_dir else None
+        replaced = self._take_save_dir()
         self.metrics = Metrics(
             self.save_dir, writes=self.shows, bar=self.shows, steps=self.config.steps or 0,
             done=self.step, tensorboard_dir=self.config.logging.tensorboard_dir,
@@ -89,7 +93,27 @@ class Trainer:
         self.saver = Saver(
             self.held, keep_last=saving.keep_last, log=self.say,
             weights_only=not saving.save_optimizer, reserve=self.save_dir is not None,
+            on_wait=self._say_wait, replaced=replaced,
         )  # fmt: skip
+
+    def _take_save_dir(self) -> list[Path]:
+        """Lock SAVE_DIR on rank 0, for as long as it lives; what gives way to this run's saves."""
+        why, found = "", []
+        if self.save_dir is not None and self.parallel.rank == 0:
+            try:
+                self._lock = save_dir.lock(self.save_dir)
+            except (TrainError, OSError) as error:
+                why = str(error)
+            if self.config.saving.overwrite:
+                found = [p for p in save_dir.earlier(self.save_dir) if save_dir.is_numbered(p)]
+        why = gather(why, self.parallel.control_group)[0]
+        if why:
+            raise TrainError(why)
+        return found
+
+    def _say_wait(self, wait: SaveWait) -> None:
+        if said := measured.slow_save(*astuple(wait)):
+            self.say(said)
 
     def say(self, line: str) -> None:
         """A line for the user, from one rank."""
@@ -114,6 +138,7 @@ class Trainer:
             "tokenizer_dir": self.source.folder,
             "vocab_size": self.model.sizes["vocab"],
             "cache_dir": _cache_dir(),
+            "data_key": d.key,
             "rank": p.rank,
             "barrier": lambda: dist.barrier(group=p.control_group),
             "quiet": p.rank != 0,
@@ -138,6 +163,7 @@ class Trainer:
                 dp_rank=p.dp_rank,
                 dp_size=p.dp,
                 max_positions=longest,
+                multiple_of=p.pp if self.config.parallelism.virtual_pp_layers else 1,
             )
 
     def _load(self) -> None:
@@ -173,8 +199,26 @@ class Trainer:
         if found.optimizer and isinstance(groups, list) and groups and self.engine.view:
             self.engine.view.set_step(int(groups[0].get("step", found.step)))
         self.schedule.step(self.step)
+        self._say_what_changed(found.state.get("schedule"), groups)
 
-    def state(self) -> dict[str, object]:
+    def _say_what_changed(self, schedule: object, groups: object) -> None:
+        """This run's options count; a line where the checkpoint's run had others."""
+        now = self.state()
+        of_schedule = ("style", "lr", "min_lr", "warmup_steps", "decay_steps")
+        rows: list[tuple[object, Any, tuple[str, ...]]] = [(schedule, now["schedule"], of_schedule)]
+        if isinstance(groups, list) and groups:
+            rows.append((groups[0], now["param_groups"][0], ("weight_decay", "betas", "eps")))
+        changed = [
+            f"{name} {ours[name]} in place of {theirs[name]}"
+            for theirs, ours, names in rows
+            if isinstance(theirs, Mapping)
+            for name in names
+            if name in theirs and name in ours and _listed(theirs[name]) != _listed(ours[name])
+        ]
+        if changed:
+            self.say(f"other settings than the checkpoint's run: {', '.join(changed)}")
+
+    def state(self) -> dict[str, Any]:
         """What travels beside the tensors."""
         s, view = self.config.schedule, self.engine.view
         assert s is not None
@@ -240,6 +284,9 @@ class Trainer:
 
         They agree on whether the last step was slow as well.
         """
+        if not self.stop and stopping.is_orphan():
+            stopping.silence()
+            self.stop = True
         box = torch.tensor([int(self.stop or stop_file_exists()), int(self.watch.slow)])
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.parallel.control_group)
         stopped, slow = box.tolist()
@@ -308,13 +355,17 @@ class Trainer:
         self.saver.save(self.save_dir / f"checkpoint-{self.step}", self.step, self.state(), sides)
 
 
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("SHARDWRIGHT_CACHE", str(Path(base) / "shardwright" / "data")))
 
 
 def _on_signals(trainer: Trainer) -> None:
-    """Ctrl-C and SIGTERM ask for a save and an end; the step in progress is finished first.
+    """Ctrl-C, SIGTERM and SIGHUP ask for a save and an end; the step in progress is finished first.
 
     Our launcher asks with a file; a signal from it comes second, and means at once.
     """
@@ -324,8 +375,8 @@ def _on_signals(trainer: Trainer) -> None:
             raise KeyboardInterrupt
         trainer.stop = True
 
-    signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, ask)
+    for number in stopping.signals():
+        signal.signal(number, ask)
 
 
 def main(config: TrainConfig) -> None:

@@ -1,0 +1,368 @@
+"""What a run promises about its folder, its metrics, its launcher and its options."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from train_helpers import launch
+from train_runs import Launch, Run, _config, make_place
+
+from shardwright.ckpt.errors import CheckpointError
+from shardwright.ckpt.model.box import Box
+from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View
+from shardwright.ckpt.model.planner import plan
+from shardwright.ckpt.move.progress import parse_bytes
+from shardwright.train.checkpoint import save
+from shardwright.train.config import questions
+from shardwright.train.config.schema import Batch, Parallelism, TrainConfig
+from shardwright.train.doctor import memory, pipeline
+from shardwright.train.errors import TrainError
+from shardwright.train.run import metrics, save_dir, stopping
+
+# --- SAVE_DIR ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return make_place(tmp_path / "place")
+
+
+@pytest.mark.parametrize("left", ["checkpoint-2/", "metrics.jsonl", "latest"])
+def test_a_folder_of_another_run_is_refused_with_the_ways_on(left, place):
+    run = Run("used", world=1)
+    save_dir.check_unused(_config(run.argv(place)))
+    path = place / "used" / left.rstrip("/")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if left.endswith("/") else path.write_text("{}\n")
+    with pytest.raises(TrainError) as error:
+        save_dir.check_unused(_config(run.argv(place)))
+    for part in (str(place / "used"), path.name, "--resume", "another folder", "--overwrite"):
+        assert part in str(error.value)
+    save_dir.check_unused(_config([*run.argv(place), "--overwrite"]))
+
+
+def test_a_run_may_go_on_in_its_own_folder_and_not_from_elsewhere_in_a_used_one(place):
+    for name in ("own/checkpoint-2", "other/checkpoint-2"):
+        (place / name).mkdir(parents=True)
+        (place / name).parent.joinpath("latest").write_text("checkpoint-2\n")
+    for resume in ("own", "own/checkpoint-2"):
+        save_dir.check_unused(_config(Run("own", world=1, resume=resume).argv(place)))
+    save_dir.check_unused(_config([*Run("own", world=1).argv(place), "--resume"]))
+    with pytest.raises(TrainError, match="holds another run"):
+        save_dir.check_unused(_config(Run("own", world=1, resume="other").argv(place)))
+
+
+def test_files_of_a_user_do_not_make_a_folder_a_used_one(place):
+    (place / "used").mkdir()
+    (place / "used" / "notes.txt").write_text("mine")
+    save_dir.check_unused(_config(Run("used", world=1).argv(place)))
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
+    held = save_dir.lock(tmp_path)
+    with pytest.raises(TrainError, match="another run is writing there"):
+        save_dir.lock(tmp_path)
+    os.close(held)
+    os.close(save_dir.lock(tmp_path))
+
+
+# --- metrics -----------------------------------------------------------------------------------
+
+ROWS = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize("half", ["", '{"step": 3, "lo', "{", '{"loss": 1.0}', "\x00\x00"])
+def test_half_a_last_line_of_metrics_is_dropped_and_the_rest_kept(half, tmp_path):
+    path = tmp_path / metrics.METRICS
+    path.write_text(ROWS + half)
+    made = metrics.Metrics(tmp_path, writes=True, bar=False, steps=9, done=2)
+    made.note({"step": 3, "loss": 0.5})
+    made.close()
+    assert path.read_text() == ROWS + '{"step": 3, "loss": 0.5}\n'
+
+
+def test_a_damaged_line_in_the_middle_of_metrics_is_named(tmp_path):
+    (tmp_path / metrics.METRICS).write_text("half\n" + ROWS)
+    with pytest.raises(TrainError, match=r"metrics\.jsonl: line 1 is not a row"):
+        metrics.Metrics(tmp_path, writes=True, bar=False, steps=9, done=2)
+
+
+def test_tensorboard_events_need_no_save_dir(tmp_path):
+    made = metrics.Metrics(
+        None, writes=True, bar=False, steps=1, done=0, tensorboard_dir=str(tmp_path / "events")
+    )
+    made.note({"step": 1, "loss": 2.0})
+    made.close()
+    assert list((tmp_path / "events").glob("events.out.*"))
+
+
+# --- a launcher that is gone -------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from shardwright.train.run import stopping
+with stopping.alive(Path(sys.argv[1])) as found:
+    print(found, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_rank_notices_that_its_launcher_was_killed(tmp_path, monkeypatch):
+    path = tmp_path / "launcher"
+    held = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert held.stdout is not None
+    with held.stdout:
+        assert str(path) in held.stdout.readline()
+    monkeypatch.setenv(stopping.LAUNCHER, str(path))
+    assert not stopping.is_orphan()
+    held.kill()
+    held.wait()
+    assert stopping.is_orphan()
+
+
+def test_ranks_save_and_end_when_the_launchers_group_is_killed(place, monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(place / "cache"))
+    run = Run("killed", world=1, options={"steps": 1_000_000, "save_interval": None})
+    started = Launch(run, place)
+    started.wait_for_steps(3)
+    os.killpg(started.process.pid, signal.SIGKILL)
+    started.process.wait()
+    lock = (place / "killed" / save_dir.LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the end of the rank, however long it takes
+    lock.close()
+    latest = (place / "killed" / "latest").read_text().strip()
+    assert (place / "killed" / latest / "checkpoint.json").is_file()
+
+
+def test_a_closed_terminal_asks_for_an_end_unless_nohup_said_otherwise():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in stopping.signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert signal.SIGHUP not in stopping.signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# --- saves -------------------------------------------------------------------------------------
+
+
+def _saver(**options: object) -> save.Saver:
+    weight = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    return save.Saver(SimpleNamespace(named={"w": weight}), **options)  # type: ignore[arg-type]
+
+
+def _checkpoints(folder: Path, *steps: int) -> list[Path]:
+    made = [folder / f"checkpoint-{step}" for step in steps]
+    for path in made:
+        path.mkdir()
+        (path / "file").write_text("x")
+    return made
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("checkpoint-")) for p in folder.glob("checkpoint-*"))
+
+
+def test_a_checkpoint_that_is_being_deleted_is_not_to_be_seen(tmp_path, monkeypatch):
+    newest = _checkpoints(tmp_path, 1, 2, 3)[-1]
+    saver = _saver(keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(save.shutil, "rmtree", lambda path, **options: None)  # it is killed there
+        saver._prune(newest)
+    assert _steps(tmp_path) == [3]
+    saver._prune(newest)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_a_run_that_went_back_keeps_the_last_of_its_own_and_later_ones_of_before(tmp_path):
+    newest = _checkpoints(tmp_path, 2, 4, 6, 8)[1]
+    _saver(keep_last=1)._prune(newest)
+    assert _steps(tmp_path) == [4, 6, 8]
+
+
+def test_replaced_checkpoints_go_after_the_first_save_and_others_stay(tmp_path):
+    old = _checkpoints(tmp_path, 5, 9)
+    (tmp_path / "notes").write_text("mine")
+    saver = _saver(replaced=old)
+    assert _steps(tmp_path) == [5, 9]
+    (newest,) = _checkpoints(tmp_path, 1)
+    saver._prune(newest)
+    assert _steps(tmp_path) == [1]
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def saved_in_order(folder: str) -> list[str]:
+    """In one rank: what a save syncs and renames, in order, as names."""
+    import torch
+    from train_runs import CONFIGS
+
+    from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.ckpt.model.manifest import SideFile
+    from shardwright.train.checkpoint.rank_state import RankState
+    from shardwright.train.config.schema import Optimizer
+    from shardwright.train.core.engine import Engine, EngineOptions
+    from shardwright.train.core.layout import Layout
+    from shardwright.train.core.process import initialize
+    from shardwright.train.model.options import ModelOptions
+
+    assert torch is not None
+    layout = Layout()
+    parallel = initialize(layout, seed=1)
+    config = CONFIGS["shallow"]
+    engine = Engine(model_from(config, "x"), parallel, layout, ModelOptions(), EngineOptions())
+    engine.attach_optimizer(Optimizer())
+    saver = save.Saver(RankState.of(engine))
+    seen: list[str] = []
+    sync, rename, replace = os.fsync, os.rename, os.replace
+
+    def synced(fd: int) -> None:
+        seen.append("sync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        sync(fd)
+
+    def renamed(old: str, new: str, **more: object) -> None:
+        seen.append(f"rename {Path(new).name}")
+        rename(old, new, **more)
+
+    def replaced(old: str, new: str, **more: object) -> None:
+        seen.append(f"rename {Path(new).name}")
+        replace(old, new, **more)
+
+    os.fsync, os.rename, os.replace = synced, renamed, replaced
+    try:
+        sides = [SideFile("config.json", text=json.dumps(config))]
+        saver.save(Path(folder) / "checkpoint-1", 1, {"data": {"best": math.inf}}, sides)
+        saver.wait()
+    finally:
+        os.fsync, os.rename, os.replace = sync, rename, replace
+    return seen
+
+
+def test_everything_is_on_the_disk_before_latest_names_it(tmp_path):
+    (seen,) = launch("test_train_safety:saved_in_order", 1, tmp_path / "r", str(tmp_path))
+    assert isinstance(seen, list)
+    published, pointed = seen.index("rename checkpoint-1"), seen.index("rename latest")
+    files = {p.name for p in (tmp_path / "checkpoint-1").iterdir()}
+    assert {"config.json", "checkpoint.json", "random_states_0.safetensors"} <= files
+    for name in files:
+        assert f"sync {name}" in seen[:published], name
+    said = json.loads((tmp_path / "checkpoint-1" / "checkpoint.json").read_text())
+    assert (said["state_version"], said["data"]) == (1, {"best": {"float": "inf"}})
+    assert published < seen.index("sync .latest.partial") < pointed
+    assert seen[-1] == f"sync {tmp_path.name}"
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_a_part_of_a_tensor_is_planned_only_from_what_the_same_process_holds():
+    def of(file: str, *rows: tuple[int, int]) -> Manifest:
+        chunks = [
+            Chunk("x", Box((a, 0), (b - a, 2)), View(file, 8 * i, (b - a, 2), (2, 1), "F32"))
+            for i, (a, b) in enumerate(rows)
+        ]
+        return Manifest({"x": TensorMeta((8, 2), "F32")}, {"x": chunks})
+
+    made = plan(of("memory", (2, 5)), of("file", (2, 4), (4, 5)), share=True, part=True)
+    assert [copy.box for copy in made.copies] == [Box((2, 0), (2, 2)), Box((4, 0), (1, 2))]
+    with pytest.raises(CheckpointError, match="hole"):
+        plan(of("memory", (2, 5)), of("file", (2, 6)), share=True, part=True)
+    with pytest.raises(CheckpointError, match="hole"):
+        plan(of("memory", (2, 5)), of("file", (2, 4)), share=True)
+
+
+# --- options that would do nothing -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--eval-interval 5", "there is no --eval-data"),
+        ("--eval-iters 5", "there is no --eval-data"),
+        ("--sgd-momentum 0.9", "--optimizer sgd takes it"),
+        ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1 is Adam's"),
+        ("--optimizer sgd --adam-eps 1e-6", "--adam-eps is Adam's"),
+    ],
+)
+def test_an_option_without_effect_is_refused(given, said, place):
+    argv = [*Run("x", world=1).argv(place), *given.split()]
+    with pytest.raises(TrainError) as error:
+        _config(argv)
+    assert given.split()[-2] in str(error.value)
+    assert said in str(error.value)
+
+
+def test_options_that_belong_together_are_taken(place):
+    argv = Run("x", world=1).argv(place)
+    found = _config([*argv, "--eval-data", str(place / "eval.txt"), "--eval-interval", "5"])
+    assert found.data.eval_interval == 5
+    found = _config([*argv, "--optimizer", "sgd", "--sgd-momentum", "0.9", "--data-key", "body"])
+    assert (found.optimizer.momentum, found.data.key) == (0.9, "body")
+
+
+# --- advice ------------------------------------------------------------------------------------
+
+
+def test_advice_leaves_out_what_saves_nothing_or_is_refused():
+    calm = TrainConfig(batch=Batch(4, 4, 2), parallelism=Parallelism(pp=4))
+    assert "--recompute selective" not in " ".join(memory.memory_fixes(calm))
+    assert any("interleave" in fix for fix in pipeline.bubble(calm, 16).fixes)
+    uneven = TrainConfig(
+        batch=Batch(4, 4, 2), parallelism=Parallelism(pp=4, pp_layers=(5, 5, 4, 2))
+    )
+    assert not any("interleave" in fix for fix in pipeline.bubble(uneven, 16).fixes)
+
+
+def test_a_yaml_for_cpu_says_so(tmp_path, capsys, monkeypatch):
+    from shardwright.tools import train_config
+    from shardwright.train.doctor import nvidia_smi
+
+    monkeypatch.setattr(nvidia_smi, "count_gpus", lambda: 0)
+    assert train_config.main(["--yes", "--output", str(tmp_path / "a.yaml")]) == 0
+    assert "use_cpu: true, since no GPU was found" in capsys.readouterr().out
+    said = ["--yes", "--use-cpu", "true", "--output", str(tmp_path / "b.yaml")]
+    assert train_config.main(said) == 0
+    assert "since no GPU" not in capsys.readouterr().out
+
+
+# --- numbers, and packages that are absent -----------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + ".5GB", "1e400", "99999999TB"])
+def test_a_size_beyond_any_machine_is_an_error(text):
+    with pytest.raises(CheckpointError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("peak", ["nan", "inf", "0"])
+def test_a_peak_that_is_no_number_is_an_error(peak, capsys):
+    from shardwright.tools import plan_layout
+
+    assert plan_layout.main(["--params", "7B", "--gpus", "8", "--gpu-peak", peak]) == 1
+    assert "--gpu-peak" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--gpus", "--seq-length", "--global-batch-size"])
+def test_a_count_beyond_any_cluster_is_an_error(flag, capsys):
+    from shardwright.tools import plan_layout
+
+    argv = ["--params", "7B", *(["--gpus", "8"] if flag != "--gpus" else []), flag, "1" + "0" * 400]
+    assert plan_layout.main(argv) == 1
+    assert f"{flag} ...: must be at most" in capsys.readouterr().err
+
+
+def test_a_yaml_without_pyyaml_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(TrainError, match="pip install pyyaml"):
+        questions.write({"a": 1}, tmp_path / "x.yaml")
+    assert list(tmp_path.iterdir()) == []

@@ -35,10 +35,14 @@ def command(argv: Sequence[str]) -> int:
     config = from_options.from_options(args, complete=False)
     from shardwright.train.doctor import doctor
     from shardwright.train.doctor import findings as advice
+    from shardwright.train.run.source import find_source
 
     found = []
     for finding in doctor.examine(
-        config, topology_file=args.topology, try_exchange=not args.no_exchange
+        config,
+        lambda said: find_source(said).model(),
+        topology_file=args.topology,
+        try_exchange=not args.no_exchange,
     ):
         found.append(finding)
         if not args.json:

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
+
+from shardwright.ckpt.model.family import Model
 
 from ..config.schema import TrainConfig
 from ..planning.hardware import GIB
@@ -204,9 +206,13 @@ def _write_speed(folder: Path, most: int) -> float:
 
 
 def examine(
-    config: TrainConfig, *, topology_file: str | None = None, try_exchange: bool = True
+    config: TrainConfig,
+    find_model: Callable[[TrainConfig], Model],
+    *,
+    topology_file: str | None = None,
+    try_exchange: bool = True,
 ) -> Iterable[Finding]:
-    """Every check, in the order in which they are read."""
+    """Every check, in the order in which they are read; ``find_model`` is asked for a named one."""
     yield from versions()
     machine = look(topology_file)
     yield from devices(machine, config)
@@ -216,9 +222,7 @@ def examine(
         yield exchange(max(1, min(local_ranks(config), most)))
     model = None
     if config.model.path is not None:
-        from ..run.source import find_source
-
-        model = find_source(config).model()
+        model = find_model(config)
     yield from layout(config, model, machine)
     if model is not None and machine.gpus:
         yield from fits(config, model, min(gpu.total for gpu in machine.gpus))

@@ -109,7 +109,7 @@ def test_memory_under_a_pipeline_is_answered_with_more_micro_batches() -> None:
     )
     for part in ("step 7: rank 3 (stage 1 of 4)", "70.00 GiB of 80.00 GiB in use, 2.00 GiB more",
                  "more, smaller micro-batches: --micro-batch-size 2", "holds 4 at a time",
-                 "--sequence-parallel", "--distributed-optimizer", "--recompute selective",
+                 "--sequence-parallel", "--distributed-optimizer",
                  "expandable_segments"):  # fmt: skip
         assert part in said, part
     calm = replace(PIPED, recompute=Recompute("full"), batch=Batch(1, 4, 2))
@@ -272,7 +272,7 @@ def test_a_pipeline_without_memory_or_with_a_bubble_says_what_to_do(
     ended = Launch(Run("full", options={"pp": 2}, fault="no memory"), place).end()
     assert ended.code == 1
     for part in ("step 3: rank 1 (stage 2 of 2) is out of memory", "--micro-batch-size 1",
-                 "--recompute selective", "4194304.00 GiB more asked for"):  # fmt: skip
+                 "--recompute full", "4194304.00 GiB more asked for"):  # fmt: skip
         assert part in ended.said, ended.said
     assert "Traceback" not in ended.said
     ended = Launch(Run("waits", options={"pp": 2, "global_batch_size": 2}), place).end()

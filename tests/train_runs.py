@@ -699,6 +699,7 @@ def _slow_disk() -> None:
 
     _patch(save, "write_files", slow)
     _patch(save.Saver, "wait", waiting)
+    _costs(clock, 0.01, 0.0)
 
 
 def _full_disk() -> None:

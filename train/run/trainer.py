@@ -68,8 +68,13 @@ class Trainer:
         self.shows = p.is_last_stage and p.tp_rank == 0 and p.dp_rank == 0
         self.step = 0
         self.watch = Watch(self.config, p, self.model.sizes["layer"], self.say)
-        with self.watch.advising(lambda: self.step):
-            self._build(p)
+        self._lock = -1  # of SAVE_DIR
+        try:
+            with self.watch.advising(lambda: self.step):
+                self._build(p)
+        except BaseException:
+            self._unlock()
+            raise
 
     def _build(self, p: Parallel) -> None:
         """Engine, data, state and files."""
@@ -110,6 +115,11 @@ class Trainer:
         if why:
             raise TrainError(why)
         return found
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _say_wait(self, wait: SaveWait) -> None:
         if said := measured.slow_save(*astuple(wait)):
@@ -246,6 +256,8 @@ class Trainer:
         except BaseException:
             self.metrics.end_bar()  # before the error is said
             raise
+        finally:
+            self._unlock()
 
     def _run(self) -> None:
         steps, eval_interval = self.config.steps or 0, self.config.data.eval_interval

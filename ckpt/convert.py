@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint.config import find_config
+from .checkpoint.json_io import load_json
 from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
 from .errors import CheckpointError, raise_all
 from .formats import writers
@@ -352,10 +353,10 @@ def _resized(side: SideFile, vocab: int) -> SideFile:
 
 
 def _json_of(side: SideFile) -> dict[str, object]:
-    table: dict[str, object] = json.loads(
-        side.text or Path(side.source).read_text(encoding="utf-8")
-    )
-    return table
+    if side.text:
+        table: dict[str, object] = json.loads(side.text)
+        return table
+    return load_json(side.source, finite=False)
 
 
 def _accompanied(ckpt: Checkpoint, read: ReadOptions) -> Checkpoint:

@@ -119,7 +119,7 @@ def statistics(ckpt: Checkpoint, fqn: str) -> Mapping[str, float | int]:
     from .lazy import LazyArray
 
     meta = ckpt.manifest.tensors[fqn]
-    array = LazyArray(fqn, meta, ckpt.manifest.chunks.get(fqn, []))
+    array = LazyArray(fqn, meta, ckpt.manifest.chunks.get(fqn, []), ckpt.path.storage)
     low, high, total, square, count = math.inf, -math.inf, 0.0, 0.0, 0
     zeros = nans = infs = 0
     for block in _blocks(meta.shape):

@@ -8,7 +8,6 @@ pickles, directories) is checked whenever it is read. Memory: a buffer of 1 MiB 
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ def check_used(ckpt: Checkpoint, files: Collection[str], threads: int) -> Checke
     recorded = {str(ckpt.path / name): row for name, row in ckpt.digests.items()}
     own = {path: recorded[path] for path in sorted(files) if path in recorded}
     marks = {path: mark for path, (_, mark) in own.items() if mark}
-    faults = size_faults(own)
+    faults = size_faults(ckpt, own)
     crcs = recorded_crcs(ckpt, [path for path in sorted(files) if path not in marks])
     found = digests(sorted(marks), threads)
     faults += [
@@ -79,11 +78,12 @@ def check_source(ckpt: Checkpoint, files: Collection[str], threads: int) -> str:
     return checked.line()
 
 
-def size_faults(recorded: Mapping[str, tuple[int, str]]) -> list[Fault]:
+def size_faults(ckpt: Checkpoint, recorded: Mapping[str, tuple[int, str]]) -> list[Fault]:
     """Files of another size than is recorded, or that are not there."""
     faults = []
     for path, (size, _) in recorded.items():
-        now = f"{os.path.getsize(path)} bytes" if os.path.isfile(path) else "no file is there"
+        there = ckpt.path.at(path)
+        now = f"{there.size()} bytes" if there.is_file() else "no file is there"
         if now != f"{size} bytes":
             faults.append((path, f"{path}: {now}, {size} bytes are recorded"))
     return faults
@@ -96,7 +96,7 @@ def recorded_crcs(ckpt: Checkpoint, files: Iterable[str]) -> list[RecordedChecks
     rest = wanted - {file.path for file in ckpt.files} - {crc.file for crc in found}
     for path in sorted(rest):  # an optimizer's file beside a rank's
         if path.endswith((".bin", ".pt", ".pth")):
-            found += torch_zip.checksums(path)
+            found += torch_zip.checksums(ckpt.path.at(path))
     return found
 
 

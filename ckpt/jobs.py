@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
 from .integrity import check_source
-from .model.design import Design, OutFile, check_design
+from .model.design import Design, check_design
 from .model.dtypes import TO_TORCH
 from .model.manifest import SideFile
 from .model.planner import Copy, Plan, Tolerance, chunk_count, plan, resolve
+from .move.kept import kept_fault, mode_of, side_bytes, write_side
 from .move.progress import Progress, human
+from .move.storage import storage_path
 
 if TYPE_CHECKING:
     from .move.publish import OutputTransaction
@@ -142,7 +142,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
     sizes = {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files}
     sides = job.sides(design, sizes)
     check_design(design, root, sides)
-    report.sides = [(side.name, _side_bytes(side)) for side in sides]
+    report.sides = [(side.name, side_bytes(side, job.source.path)) for side in sides]
     if options.dry_run:
         return report
     before = {**snapshot(_source_files(job.source)), **job.source.seen}
@@ -167,7 +167,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
         sums = _move(made, design, options, stage, report)
         names = {_name(root, path): row for path, row in sums.items()}
         for side in job.sides(design, names):
-            _write_side(stage.path, side)
+            write_side(stage.path, side, job.source.path)
         check_unchanged(before)
         report.digests = {n: d for n, (_, d) in names.items() if d} if job.single else {}
         stage.publish()
@@ -181,15 +181,15 @@ def check_place(source: Checkpoint, output: Path) -> None:
 
     if output.name in ("", "..") or "\0" in str(output):
         raise CheckpointError(f"--output {str(output)!r}: must end in the name of a file or folder")
-    inner = output.parent.resolve() / output.name
-    path = Path(source.path)
+    path = source.path
+    inner = storage_path(output.parent).real() / output.name
     if inner == path or (path.is_dir() and path in inner.parents):
         raise CheckpointError(
             f"--output {output}: lies inside the source {path}, which is never modified"
         )
-    stage = stage_of(inner)  # emptied before it is used
+    stage = storage_path(stage_of(Path(inner)))  # emptied before it is used
     for file in [str(path), *_source_files(source)]:
-        real = Path(file).resolve()
+        real = path.at(file).real()
         if any(place == real or place in real.parents for place in (inner, stage)):
             raise CheckpointError(
                 f"--output {output}: {real} of the source lies there, which is never modified"
@@ -198,7 +198,7 @@ def check_place(source: Checkpoint, output: Path) -> None:
 
 def _name(root: Path, path: str) -> str:
     """A file of the output as text files and reports name it, sub-folders included."""
-    return Path(path).relative_to(root).as_posix()
+    return PurePath(path).relative_to(root).as_posix()
 
 
 def _report(job: Job, options: RunOptions, design: Design, made: Plan, root: Path) -> Report:
@@ -240,39 +240,16 @@ def _plan_mark(design: Design, made: Plan) -> str:
     return state.hexdigest()
 
 
-def _side_bytes(side: SideFile) -> int:
-    if not side.source:
-        return len(side.text.encode())
-    try:
-        return os.stat(side.source).st_size
-    except OSError as error:
-        raise CheckpointError(f"{side.source}: {error.strerror}") from error
-
-
 def _mode(source: Checkpoint) -> int:
-    """The permissions of files that are no more readable than every file of the source.
-
-    A group may read them only where it is the group that new files get.
-    """
-    mode = 0o666
-    for path in {*(file.path for file in source.files), *source.described_by}:
-        info = os.stat(path)
-        allowed = info.st_mode | 0o600
-        if info.st_gid != os.getegid():
-            allowed &= ~0o070 | (allowed & 0o007) << 3
-        mode &= allowed
-    folder = os.stat(source.path if source.path.is_dir() else source.path.parent).st_mode
-    for who in (0o070, 0o007):  # who cannot enter the folder cannot read what is in it
-        mode &= 0o777 if folder & who & 0o111 else ~who
-    return mode
+    folder = source.path if source.path.is_dir() else source.path.parent
+    return mode_of({*(file.path for file in source.files), *source.described_by}, folder)
 
 
 def _check_space(report: Report, folder: Path) -> None:
     """A full disk is found before anything is written, where the system tells."""
     need = sum(size for _, size in (*report.files, *report.sides))
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
-    if need > free:
+    free = storage_path(folder).free_bytes()
+    if free is not None and need > free:
         raise CheckpointError(
             f"{folder.parent}: {human(need)} are needed, {human(free)} are free "
             f"({need} and {free} bytes)"
@@ -282,43 +259,16 @@ def _check_space(report: Report, folder: Path) -> None:
 def _check_kept(design: Design) -> None:
     """What a killed run left must be what it made: regular files of their sizes and headers."""
     for file in design.files:
-        fault = _kept_fault(file)
+        fault = kept_fault(file)
         if fault:
             raise CheckpointError(f"{file.path}: {fault}; run again without --resume to start over")
-
-
-def _kept_fault(file: OutFile) -> str:
-    """Why a file that was left is not the one that was made; empty if it is."""
-    size = file.blueprint.size_bytes
-    try:
-        fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        return error.strerror or "cannot be opened"
-    with os.fdopen(fd, "rb") as opened:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
-            return "is a link, or no regular file"
-        if info.st_size != size:
-            return f"{info.st_size} bytes, {size} were made"
-        slots = {at for checksum in file.blueprint.checksums for at in checksum.slots}
-        for offset, made in file.blueprint.fixed:
-            opened.seek(offset)
-            found = bytearray(opened.read(len(made)))
-            for slot in (slot for slot in slots if offset <= slot < offset + len(made)):
-                found[slot - offset : slot - offset + 4] = made[slot - offset : slot - offset + 4]
-            if bytes(found) != made:
-                return f"its header at byte {offset} is not the one that was made"
-    return ""
 
 
 def _create(design: Design) -> None:
     from .move.files import create
 
-    for folder in sorted({Path(file.path).parent for file in design.files}):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: {error.strerror}") from error
+    for folder in sorted({storage_path(file.path).parent for file in design.files}):
+        folder.make()
     for file in design.files:
         create(file.path, file.blueprint)
 
@@ -394,22 +344,3 @@ def _overflow_notes(overflows: Mapping[str, int], design: Design) -> list[str]:
         f"{TO_TORCH[design.manifest.tensors[fqn].dtype]}"
         for fqn, count in sorted(overflows.items())
     ]
-
-
-def _write_side(root: Path, side: SideFile) -> None:
-    """A file that travels along, byte for byte or as new text, no more readable than it was."""
-    import shutil
-
-    target = root / side.name
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            target.unlink()  # of a run that was killed here
-        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        if side.source:
-            shutil.copyfile(side.source, target)
-            os.chmod(target, target.stat().st_mode & (os.stat(side.source).st_mode | 0o600))
-        else:
-            target.write_text(side.text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or target}: {error.strerror}") from error

@@ -18,6 +18,7 @@ from .model.planner import plan, resolve
 from .move.cast import Array, raw, values
 from .move.executor import Budget, Mover
 from .move.files import Files
+from .move.storage import LOCAL, Storage
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ class LazyArray:
     fqn: str
     meta: TensorMeta
     chunks: Sequence[Chunk]
+    storage: Storage = LOCAL  # of the chunks' files
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,7 +122,7 @@ class LazyArray:
         view = View(_MEMORY, 0, box.sizes, row_major(box.sizes), self.dtype)
         target = Manifest({self.fqn: meta}, {self.fqn: [Chunk(self.fqn, full(box.sizes), view)]})
         made = resolve(plan(Manifest({self.fqn: meta}, {self.fqn: moved}), target))
-        with Files({_MEMORY: buffer}) as files:
+        with Files({_MEMORY: buffer}, self.storage) as files:
             Mover(files, Budget()).move(made.copies)
         return array
 

@@ -159,7 +159,8 @@ class OpenCheckpoint(Mapping[str, "LazyArray"]):
         from .lazy import LazyArray
 
         manifest = self.checkpoint.manifest
-        return LazyArray(fqn, manifest.tensors[fqn], manifest.chunks.get(fqn, []))
+        chunks = manifest.chunks.get(fqn, [])
+        return LazyArray(fqn, manifest.tensors[fqn], chunks, self.checkpoint.path.storage)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.checkpoint.manifest.tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -217,17 +216,15 @@ def _compare_random_states(left: Checkpoint, right: Checkpoint, verdict: Verdict
         if name not in sides[0] or name not in sides[1]:
             side = left.path if name in sides[0] else right.path
             verdict.add("state", name, f"state {name}: only in {side}")
-        elif not _same_bytes(sides[0][name], sides[1][name]):
+        elif not _same_bytes(left.path.at(sides[0][name]), right.path.at(sides[1][name])):
             verdict.add("state", name, f"state {name}: {sides[0][name]} and {sides[1][name]}")
 
 
-def _same_bytes(a: str, b: str) -> bool:
-    import filecmp
-
-    try:
-        return filecmp.cmp(a, b, shallow=False)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or a}: {error.strerror}") from error
+def _same_bytes(one: StoragePath, other: StoragePath) -> bool:
+    return one.size() == other.size() and all(
+        one_part == other_part
+        for one_part, other_part in zip(one.parts(), other.parts(), strict=True)
+    )
 
 
 def _short(value: object) -> str:
@@ -315,11 +312,11 @@ def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> N
     """Recorded sizes and digests against the files."""
     recorded = {str(ckpt.path / name): row for name, row in sorted(ckpt.digests.items())}
     for path in _leading_out(ckpt, recorded):
-        text = f"{path}: is {os.path.realpath(path)}, outside of {ckpt.path}; not read"
+        text = f"{path}: is {ckpt.path.at(path).real()}, outside of {ckpt.path}; not read"
         verdict.add("file", path, text)
         del recorded[path]
-    marked = [path for path, (_, mark) in recorded.items() if mark and os.path.isfile(path)]
-    faults = size_faults(recorded)
+    marked = [path for path, (_, mark) in recorded.items() if mark and ckpt.path.at(path).is_file()]
+    faults = size_faults(ckpt, recorded)
     faults += [
         (path, f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded")
         for path, found in sorted(digests(marked, options.threads).items())
@@ -344,12 +341,9 @@ def _leading_out(ckpt: Checkpoint, recorded: Iterable[str]) -> list[str]:
     A list of digests may be anybody's, and to say a file's digest is to tell of its contents.
     """
     own = {file.path for file in ckpt.files}
-    inside = [os.path.realpath(p) for p in {str(ckpt.path), *map(os.path.dirname, own)}]
-    found = []
-    for path in recorded:
-        real = os.path.realpath(path)
-        if path not in own and not any(
-            real.startswith(folder.rstrip(os.sep) + os.sep) for folder in inside
-        ):
-            found.append(path)
-    return found
+    inside = {folder.real() for folder in (ckpt.path, *(ckpt.path.at(p).parent for p in own))}
+    return [
+        path
+        for path in recorded
+        if path not in own and not inside & set(ckpt.path.at(path).real().parents)
+    ]

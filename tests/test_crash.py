@@ -294,7 +294,7 @@ def test_nothing_is_journalled_or_published_before_it_is_durable(argv, output, h
     after(os, "fsync", lambda fd: late.pop(os.fstat(fd).st_ino, None))
     after(os, "rename", published)
     after(os, "replace", published)
-    after(jobs, "_write_side", side)
+    after(jobs, "write_side", side)
     monkeypatch.setattr(jobs, "SYNC_SECONDS", -1.0)
     tool, source, *words = argv
     main = {"reshard": reshard_tool, "merge": merge_ckpt}[tool].main

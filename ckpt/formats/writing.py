@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Protocol
 
 from ..checkpoint.json_io import CHECKSUMS
@@ -54,7 +54,7 @@ class Writer(Protocol):
     TAKES: frozenset[str]  # of reshard's options that not every format has: those that it has
     WEIGHTS_ONLY: bool  # whole weights and nothing else: neither ranks nor training state
 
-    def design(self, order: WriteRequest, root: Path) -> Design:
+    def design(self, order: WriteRequest, root: PurePath) -> Design:
         """Every file below ``root``, sub-folders included, and where each logical tensor lies.
 
         Names that no row places are left to ``plan``, which reports them. What the format

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 
 from ..errors import raise_all
 from .dtypes import ITEMSIZE
@@ -38,7 +38,7 @@ class Design:
     notes: list[str] = field(default_factory=list)  # what the format cannot hold
 
 
-def check_design(design: Design, root: Path, sides: Sequence[SideFile]) -> None:
+def check_design(design: Design, root: PurePath, sides: Sequence[SideFile]) -> None:
     """Every file has a name of its own below ``root``, and every byte of it one writer.
 
     ``sides`` are the text files that are written beside. CheckpointError names every file of
@@ -50,8 +50,8 @@ def check_design(design: Design, root: Path, sides: Sequence[SideFile]) -> None:
     assert not shared, "; ".join(shared[:5])
 
 
-def _below(root: Path, path: str) -> str:
-    return Path(path).relative_to(root).as_posix()
+def _below(root: PurePath, path: str) -> str:
+    return PurePath(path).relative_to(root).as_posix()
 
 
 def _name_faults(names: Sequence[str], sides: Sequence[SideFile]) -> Iterator[str]:

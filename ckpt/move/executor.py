@@ -23,6 +23,7 @@ from ..model.manifest import View
 from ..model.planner import Copy
 from .cast import Array, cast, overflows, raw
 from .files import Files
+from .storage import LOCAL, Storage
 
 RUN_BYTES = 1 << 16  # a contiguous run this long is moved by itself, not through a tile
 TILE_BYTES = 2 << 20  # tiles above this leave the L2 cache and gain nothing
@@ -65,6 +66,7 @@ def run_units(
     *,
     finish: Callable[[Mover], None] = lambda mover: None,
     buffers: Mapping[str, memoryview] | None = None,
+    storage: Storage = LOCAL,
 ) -> None:
     """Call ``each(mover, index, unit)`` for every unit on ``budget.workers`` threads.
 
@@ -72,7 +74,7 @@ def run_units(
     """
 
     def loop(todo: Iterator[tuple[int, list[Copy]]], stop: threading.Event) -> None:
-        with Files(buffers) as files:
+        with Files(buffers, storage) as files:
             mover = Mover(files, budget, stop)
             for index, unit in todo:
                 each(mover, index, unit)

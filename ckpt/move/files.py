@@ -14,7 +14,7 @@ from types import TracebackType
 
 from ..errors import CheckpointError
 from ..model.file_layout import Checksum, FileLayout
-from .storage import LOCAL, Storage
+from .storage import LOCAL, Storage, StoragePath
 
 MAX_CALL_BYTES = 1 << 30
 MAX_OPEN_FILES = 64  # per thread; the usual limit of a process is 1024
@@ -174,6 +174,28 @@ def create(path: str, blueprint: FileLayout, storage: Storage = LOCAL) -> None:
     finally:
         if fd >= 0:
             storage.close(fd)
+
+
+def write_file(target: StoragePath, data: bytes) -> None:
+    """Make a small file that is whole at once."""
+    create(str(target), FileLayout(len(data), {}, ((0, data),)), target.storage)
+
+
+def copy_file(source: StoragePath, target: StoragePath) -> None:
+    """Copy a regular file of any size, byte for byte, as far as it reaches when it is opened.
+
+    So what has no size, as a kernel's file, gives an empty file and no copy without end.
+    """
+    size, scratch = source.size(), memoryview(bytearray(SCRATCH_BYTES))
+    create(str(target), FileLayout(size, {}, ()), target.storage)
+    with Files(storage=target.storage) as files:
+        if source.storage is target.storage:
+            files.transfer(str(source), 0, str(target), 0, size, scratch)
+            return
+        at = 0
+        for part in source.parts():
+            files.write(str(target), at, memoryview(part))
+            at += len(part)
 
 
 def crc32(path: str, offset: int, length: int, files: Files, scratch: memoryview) -> int:

@@ -25,6 +25,8 @@ from ..errors import CheckpointError
 
 MAX_PARSED_BYTES = 100_000_000  # of a file that is read whole: what safetensors allows a header
 
+PART_BYTES = 1 << 20  # of a file that is read from start to end
+
 FILE, FOLDER, LINK, OTHER = "file", "folder", "link", "other"  # what may lie at a path
 
 FileIdentity = tuple[int, ...]
@@ -164,7 +166,9 @@ class LocalStorage:
         return fd
 
     def create(self, path: str, size: int) -> int:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+        )
         try:
             os.ftruncate(fd, size)
         except BaseException:
@@ -330,6 +334,16 @@ class StoragePath:
             yield folder, folders, [child for child in held if child not in rest]
             todo += [child for child in reversed(folders) if not child.is_symlink()]
 
+    def make(self) -> None:
+        """Makes a folder here, and those above it."""
+        with told(self):
+            self.storage.make_folder(str(self.pure))
+
+    def free_bytes(self) -> int | None:
+        """The room that is left around this folder; None where nobody knows."""
+        with told(self):
+            return self.storage.free_bytes(str(self.pure))
+
     def real(self) -> StoragePath:
         """The absolute path with every link followed."""
         with told(self):
@@ -368,6 +382,12 @@ class StoragePath:
                     f"{self}: {file.size} bytes; at most {limit} are read of such a file"
                 )
             return file.read(0, file.size)
+
+    def parts(self) -> Iterator[bytes]:
+        """The whole file, of any size, in pieces."""
+        with self.opened() as file:
+            for start in range(0, file.size, PART_BYTES):
+                yield file.read(start, PART_BYTES)
 
     def read_text(self, limit: int = MAX_PARSED_BYTES) -> str:
         """The whole file as UTF-8; what is none is replaced."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 
 from ...model.box import full, row_major
 from ...model.design import Design, OutFile
@@ -33,7 +33,7 @@ TAKES = frozenset({"--safe-serialization", "--max-shard-size", "--from-master"})
 WEIGHTS_ONLY = True
 
 
-def design(order: WriteRequest, root: Path) -> Design:
+def design(order: WriteRequest, root: PurePath) -> Design:
     """The files below ``root``, and the index where there are several."""
     metas = _wanted(order)
     whole = order.whole

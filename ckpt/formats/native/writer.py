@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from ...checkpoint.state import VERSION as STATE_VERSION
 from ...errors import CheckpointError, raise_all
@@ -27,7 +27,7 @@ TAKES = frozenset({"--pp-layers", "--vpp", "--safe-serialization"})
 WEIGHTS_ONLY = False
 
 
-def design(order: WriteRequest, root: Path) -> Design:
+def design(order: WriteRequest, root: PurePath) -> Design:
     """Every rank's files below ``root``.
 
     Optimizer states are placed for exactly the tensors that have them.
@@ -81,7 +81,7 @@ class _Collector:
     """Collects the files and chunks of a design."""
 
     def __init__(
-        self, target: Target, metas: Mapping[str, TensorMeta], root: Path, here: Placement
+        self, target: Target, metas: Mapping[str, TensorMeta], root: PurePath, here: Placement
     ) -> None:
         self.target, self.root = target, root
         self.dtypes, self.builder = StoredDtypes(metas), ChunkBuilder(here)

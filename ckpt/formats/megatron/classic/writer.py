@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from ....checkpoint.state import TrainingState
@@ -46,7 +46,7 @@ _GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
 
-def design(order: WriteRequest, root: Path) -> Design:
+def design(order: WriteRequest, root: PurePath) -> Design:
     """Every rank's files below ``root``."""
     return Writer(order, root).design()
 
@@ -72,7 +72,7 @@ class _Row:
 class Writer:
     """Collects the files of all ranks."""
 
-    def __init__(self, order: WriteRequest, root: Path) -> None:
+    def __init__(self, order: WriteRequest, root: PurePath) -> None:
         target = order.target
         self.order, self.target = order, target
         self.here = Placement.written(target.model, target.mesh, target.vocab_multiple)
@@ -217,7 +217,7 @@ class Writer:
         at = dict(coord)
         return at["tp"] + at["pp"] * self.tp * self.target.dp
 
-    def _file(self, path: Path, tree: object) -> FileLayout:
+    def _file(self, path: PurePath, tree: object) -> FileLayout:
         blueprint = torch_zip.layout_tree(tree)
         self.files.append(OutFile(str(path), blueprint))
         return blueprint
@@ -359,7 +359,7 @@ class Writer:
                 group["step"] = step
         return {"optimizer": {"param_groups": groups}} | self.scaler()
 
-    def _flat(self, coord: Coord, path: Path, rows: Sequence[_Row]) -> None:
+    def _flat(self, coord: Coord, path: PurePath, rows: Sequence[_Row]) -> None:
         """distrib_optim.pt: one buffer for each virtual stage and dtype."""
         self._need_masters(rows)
         pools: dict[tuple[int, str], list[_Row]] = {}

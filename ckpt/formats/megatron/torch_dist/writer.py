@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 
 from ....containers import torch_zip
 from ....containers.dcp import COMMON, DESCRIBES, METADATA
@@ -44,7 +44,7 @@ _EMPTY = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear
           "mlp.linear_fc2")  # fmt: skip
 
 
-def design(order: WriteRequest, root: Path) -> Design:
+def design(order: WriteRequest, root: PurePath) -> Design:
     """Every file of the iteration below ``root``."""
     return _Writer(order, root).design()
 
@@ -64,7 +64,7 @@ def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
 class _Writer:
     """Collects blobs, and what ``.metadata`` says of them."""
 
-    def __init__(self, order: WriteRequest, root: Path) -> None:
+    def __init__(self, order: WriteRequest, root: PurePath) -> None:
         self.order, self.target = order, order.target
         self.classic = megatron_out.Writer(order, root)  # args, groups and padding are its
         self.states = self.classic.states

@@ -1,0 +1,80 @@
+"""Files of an output beside the tensors' own: those that travel along, and those that a run left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..model.design import OutFile
+from ..model.manifest import SideFile
+from .files import copy_file, write_file
+from .storage import StoragePath, storage_path, told
+
+
+def write_side(root: Path, side: SideFile, source: StoragePath) -> None:
+    """A file that travels along, byte for byte or as new text, no more readable than it was.
+
+    ``source`` is the checkpoint that it comes from.
+    """
+    target = root / side.name
+    with told(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            target.unlink()  # of a run that was killed here
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        if side.source:
+            copy_file(source.at(side.source), storage_path(target))
+            os.chmod(target, target.stat().st_mode & (os.stat(side.source).st_mode | 0o600))
+        else:
+            write_file(storage_path(target), side.text.encode())
+
+
+def side_bytes(side: SideFile, source: StoragePath) -> int:
+    """The size of a file that travels along."""
+    return source.at(side.source).size() if side.source else len(side.text.encode())
+
+
+def mode_of(files: Iterable[str], within: StoragePath) -> int:
+    """The permissions of files that are no more readable than every one of ``files``.
+
+    A group may read them only where it is the group that new files get.
+    """
+    mode = 0o666
+    with told(within):
+        for path in files:
+            info = os.stat(path)
+            allowed = info.st_mode | 0o600
+            if info.st_gid != os.getegid():
+                allowed &= ~0o070 | (allowed & 0o007) << 3
+            mode &= allowed
+        folder = os.stat(within).st_mode
+    for who in (0o070, 0o007):  # who cannot enter the folder cannot read what is in it
+        mode &= 0o777 if folder & who & 0o111 else ~who
+    return mode
+
+
+def kept_fault(file: OutFile) -> str:
+    """Why a file that was left is not the one that was made; empty if it is."""
+    size = file.blueprint.size_bytes
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return error.strerror or "cannot be opened"
+    with os.fdopen(fd, "rb") as opened:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            return "is a link, or no regular file"
+        if info.st_size != size:
+            return f"{info.st_size} bytes, {size} were made"
+        slots = {at for checksum in file.blueprint.checksums for at in checksum.slots}
+        for offset, made in file.blueprint.fixed:
+            opened.seek(offset)
+            found = bytearray(opened.read(len(made)))
+            for slot in (slot for slot in slots if offset <= slot < offset + len(made)):
+                found[slot - offset : slot - offset + 4] = made[slot - offset : slot - offset + 4]
+            if bytes(found) != made:
+                return f"its header at byte {offset} is not the one that was made"
+    return ""

@@ -283,7 +283,7 @@ def test_nothing_is_journalled_or_published_before_it_is_durable(argv, output, h
         marks.append("rename")
         late[os.stat(home).st_ino] = str(home)
 
-    def side(root, made):
+    def side(root, made, source):
         for path in (root / made.name, (root / made.name).parent):
             late[path.stat().st_ino] = str(path)
 

@@ -1,4 +1,4 @@
-"""Files of an output beside the tensors' own: those that travel along, and those that a run left."""
+"""Files of an output that travel along with the tensors, and what a killed run left of them."""
 
 from __future__ import annotations
 

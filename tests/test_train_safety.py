@@ -247,6 +247,11 @@ def saved_in_order(folder: str) -> list[str]:
         saver.wait()
     finally:
         os.fsync, os.rename, os.replace = sync, rename, replace
+    again = Path(folder) / "checkpoint-1"
+    for name in ("notes.txt", "optimizer_tp_7_pp_0.safetensors"):
+        (again / name).write_text("x")
+    saver.save(again, 2, {"data": {"best": math.inf}}, sides)
+    saver.wait()
     return seen
 
 
@@ -254,15 +259,23 @@ def test_everything_is_on_the_disk_before_latest_names_it(tmp_path):
     (seen,) = launch("test_train_safety:saved_in_order", 1, tmp_path / "r", str(tmp_path))
     assert isinstance(seen, list)
     published, pointed = seen.index("rename checkpoint-1"), seen.index("rename latest")
-    files = {p.name for p in (tmp_path / "checkpoint-1").iterdir()}
+    files = {p.name for p in (tmp_path / "checkpoint-1").iterdir()} - {"notes.txt"}
     assert {"config.json", "checkpoint.json", "random_states_0.safetensors"} <= files
     for name in files:
         assert f"sync {name}" in seen[:published], name
-    said = json.loads((tmp_path / "checkpoint-1" / "checkpoint.json").read_text())
-    assert (said["state_version"], said["data"]) == (1, {"best": {"float": "inf"}})
     assert published < seen.index("sync .latest.partial") < pointed
     assert seen[-1] == f"sync {tmp_path.name}"
     assert not list(tmp_path.glob(".*partial"))
+
+
+def test_a_save_into_a_folder_keeps_what_is_the_users_and_no_rank_file_of_before(tmp_path):
+    launch("test_train_safety:saved_in_order", 1, tmp_path / "r", str(tmp_path))
+    made = tmp_path / "checkpoint-1"
+    assert (made / "notes.txt").read_text() == "x"
+    assert not (made / "optimizer_tp_7_pp_0.safetensors").exists()
+    said = json.loads((made / "checkpoint.json").read_text())
+    assert (said["step"], said["state_version"]) == (2, 1)
+    assert said["data"] == {"best": {"float": "inf"}}
 
 
 def test_a_part_of_a_tensor_is_planned_only_from_what_the_same_process_holds():

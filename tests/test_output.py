@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from fixtures_safety import content, names, refused, untouched, write_hf
 
 from shardwright.ckpt import RunOptions, reshard
-from shardwright.ckpt.move import lock, publish
+from shardwright.ckpt.move import executor, lock, publish, storage
 from shardwright.ckpt.move.publish import JOURNAL, OutputTransaction
 
 
@@ -235,6 +236,54 @@ def test_a_second_ctrl_c_does_not_stop_the_tidying(home, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         stage.close(failed=True)
     assert names(home) == ["hf"]
+
+
+@pytest.mark.parametrize("which", ["first", "middle", "last"])
+def test_a_close_that_fails_is_our_error_and_nothing_is_published(which, home, monkeypatch):
+    """G2: a quota of a network file system shows when a file is closed."""
+    real = storage.LocalStorage.close
+    calls: list[int] = []
+    fails_at = -1
+
+    def close(self, fd):
+        real(self, fd)
+        calls.append(fd)
+        if len(calls) == fails_at:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(storage.LocalStorage, "close", close)
+    reshard("hf", "out", tp=2, run=RunOptions(workers=1))
+    shutil.rmtree("out")
+    fails_at = {"first": 1, "middle": len(calls) // 2, "last": len(calls)}[which]
+    calls.clear()
+    with untouched(home):
+        refused(lambda: reshard("hf", "out", tp=2, run=RunOptions(workers=1)), "quota exceeded")
+
+
+def test_threads_are_waited_for_however_often_ctrl_c_is_pressed(monkeypatch):
+    """What they write must not be taken from under them."""
+    ended, begun = [], threading.Event()
+
+    class Impatient(threading.Thread):
+        presses = 3
+
+        def join(self, timeout=None):
+            begun.wait(20)
+            if Impatient.presses:
+                Impatient.presses -= 1
+                raise KeyboardInterrupt
+            super().join(timeout)
+
+    def loop(todo, stop):
+        begun.set()
+        assert stop.wait(20)
+        time.sleep(0.05)
+        ended.append(1)
+
+    monkeypatch.setattr(executor.threading, "Thread", Impatient)
+    with pytest.raises(KeyboardInterrupt):
+        executor.in_threads([1, 2], 2, loop)
+    assert ended
 
 
 def test_an_output_of_many_folders_inside_each_other_is_published_and_replaced(home):

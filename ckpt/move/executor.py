@@ -23,6 +23,7 @@ from ..model.manifest import View
 from ..model.planner import Copy
 from .cast import Array, cast, overflows, raw
 from .files import Files
+from .interrupts import uninterrupted
 from .storage import LOCAL, Storage
 
 RUN_BYTES = 1 << 16  # a contiguous run this long is moved by itself, not through a tile
@@ -127,11 +128,15 @@ def in_threads(
                 thread.join(0.2)
     except BaseException:
         stop.set()
-        for thread in threads:
-            thread.join()
+        uninterrupted(lambda: _join(threads))  # else the stage goes while they write into it
         raise
     if errors:
         raise errors[0]
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
 
 
 class Stopped(Exception):

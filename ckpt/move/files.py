@@ -14,7 +14,7 @@ from types import TracebackType
 
 from ..errors import CheckpointError
 from ..model.file_layout import Checksum, FileLayout
-from .storage import LOCAL, Storage, StoragePath
+from .storage import LOCAL, Storage, StoragePath, told
 
 MAX_CALL_BYTES = 1 << 30
 MAX_OPEN_FILES = 64  # per thread; the usual limit of a process is 1024
@@ -42,16 +42,29 @@ class Files:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for fd in self._open.values():
+        fault: CheckpointError | None = None
+        while self._open:
+            try:
+                self._close_oldest()
+            except CheckpointError as failed:
+                fault = fault or failed
+        if fault is not None and error is None:
+            raise fault
+
+    def _close_oldest(self) -> None:
+        """Close the file that was used least recently; a quota may show only then."""
+        (path, _), fd = self._open.popitem(last=False)
+        try:
             self.storage.close(fd)
-        self._open.clear()
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
 
     def _fd(self, path: str, write: bool) -> int:
         key = (path, write)
         fd = self._open.get(key)
         if fd is None:
             if len(self._open) >= max(2, MAX_OPEN_FILES):  # a copy holds two
-                self.storage.close(self._open.popitem(last=False)[1])
+                self._close_oldest()
             try:
                 fd = self.storage.open(path, write=write)
             except OSError as error:
@@ -173,7 +186,8 @@ def create(path: str, blueprint: FileLayout, storage: Storage = LOCAL) -> None:
         ) from error
     finally:
         if fd >= 0:
-            storage.close(fd)
+            with told(path):
+                storage.close(fd)
 
 
 def write_file(target: StoragePath, data: bytes) -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from ..errors import CheckpointError
 from . import tree
+from .interrupts import uninterrupted
 from .lock import OutputLock, Record
 from .storage import LOCAL, FileIdentity, Storage, told
 
@@ -338,19 +339,6 @@ class OutputTransaction:
         journal, self._journal = self._journal, -1
         if journal >= 0:
             os.close(journal)
-
-
-def uninterrupted(step: Callable[[], None]) -> None:
-    """Call ``step`` to its end; a Ctrl-C on the way begins it again and is raised afterwards."""
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            step()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def folder_mode(mode: int) -> int:

@@ -159,7 +159,8 @@ class LocalStorage:
 
     def open(self, path: str, *, write: bool = False) -> int:
         # A pipe opened without O_NONBLOCK would wait for its other end.
-        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        how = os.O_RDWR | os.O_NOFOLLOW if write else os.O_RDONLY  # never written through a link
+        fd = os.open(path, how | os.O_CLOEXEC | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "is not a regular file", path)
@@ -372,7 +373,8 @@ class StoragePath:
                 seen.setdefault(str(self.pure), found.identity)
             yield OpenFile(self, found.size, file)
         finally:
-            self.storage.close(file)
+            with told(self):
+                self.storage.close(file)
 
     def read_bytes(self, limit: int = MAX_PARSED_BYTES) -> bytes:
         """The whole file, if it is no larger than ``limit``."""

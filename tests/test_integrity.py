@@ -141,3 +141,19 @@ def test_the_command_has_one_flag_for_it(places, tmp_path, capsys):
     assert path.name in capsys.readouterr().err
     assert reshard_tool.main([*call, "--no-verify-source"]) == 0
     assert json.loads((tmp_path / "x/checkpoint.json").read_text())["mesh"]["tp"] == 1
+
+
+def test_a_resume_refuses_what_is_damaged(places, tmp_path):
+    """Each rank checks its share of the files; of one process it is all of them."""
+    from types import SimpleNamespace
+
+    from shardwright.train.checkpoint.load import _check_source
+    from shardwright.train.errors import TrainError
+
+    one_rank, lines = SimpleNamespace(rank=0, control=None), []
+    _check_source(read_checkpoint(places["shards digests"]), one_rank, lines.append)
+    assert lines[0].startswith("checksums of the source, all right: xxh3-128 of files: 2")
+    made, path = flipped(places["shards digests"], tmp_path / "damaged")
+    with pytest.raises(TrainError, match=r"is damaged \(--no-verify-source") as error:
+        _check_source(read_checkpoint(made), one_rank, lines.append)
+    assert path.name in str(error.value)

@@ -877,6 +877,7 @@ LINES: dict[str, tuple[str, Any]] = {
         "c10d",
     ),
     "--save-dir s --resume": ("saving.resume", "latest"),
+    "--no-verify-source": ("saving.verify_source", False),
     "--resume checkpoint-4": ("saving.resume", "checkpoint-4"),
     "--tensorboard-dir t": ("logging.tensorboard_dir", "t"),
     "--nproc 4": ("launch.nproc", 4),
@@ -884,7 +885,12 @@ LINES: dict[str, tuple[str, Any]] = {
 
 
 def test_every_option_has_a_case() -> None:
-    shown = {name for name in OPTIONS if any("--" + name.replace("_", "-") in k for k in LINES)}
+    words = {name: name.replace("_", "-") for name in OPTIONS}
+    shown = {
+        name
+        for name, word in words.items()
+        if any(f"--{word}" in k or f"--no-{word}" in k for k in LINES)
+    }
     assert shown == OPTIONS.keys()
 
 
@@ -909,6 +915,8 @@ def _as_yaml(line: str) -> Iterator[tuple[str, str]]:
     for part in f" {line}".split(" --")[1:]:
         name, *values = part.split()
         listed = f"[{', '.join(values)}]" if len(values) > 1 else (values or ["true"])[0]
+        if name.startswith("no-"):  # a switch that is turned off
+            name, listed = name[3:], "false"
         yield name, f"[{listed}]" if name == "pp-layers" else listed
 
 

@@ -772,7 +772,7 @@ class Accelerator:
         self.wait_for_everyone()
         found = load(
             Path(input_dir), held, weights_only=not self.settings.saving.load_optimizer,
-            seed=self.seed, log=self.print,
+            seed=self.seed, verify_source=self.settings.saving.verify_source, log=self.print,
         )  # fmt: skip
         self.step, self._accumulated, self.sync_gradients = found.step, 0, True
         self._restore_groups(engine, found)

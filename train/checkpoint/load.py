@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from shardwright.ckpt.checkpoint.types import WITHOUT, Checkpoint, ReadOptions
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.formats.megatron.classic import reader as megatron
 from shardwright.ckpt.formats.megatron.torch_dist import reader as megatron_dist
+from shardwright.ckpt.integrity import check_used, used_files
 from shardwright.ckpt.model.dtypes import FROM_TORCH
 from shardwright.ckpt.model.manifest import Manifest, category_of
 from shardwright.ckpt.move import live
@@ -46,6 +48,7 @@ def load(
     read: ReadOptions | None = None,
     weights_only: bool = False,
     seed: int = 0,
+    verify_source: bool = True,
     log: Log = lambda line: None,
 ) -> Loaded:
     """Fill this rank's weights, and its optimizer and random states where the source has them.
@@ -66,6 +69,8 @@ def load(
             how = "MEGATRON_LM_NO_LOAD_OPTIM=true goes on without the optimizer"
             raise TrainError(fault.replace(WITHOUT, how))
         ckpt = read_checkpoint(path, replace(read, weights_only=True))  # its masters are no better
+    if verify_source:
+        _check_source(ckpt, held, log)
     held.settle()
     source = _as_masters(ckpt.manifest, held)
     states = {category_of(fqn) for fqn in ckpt.manifest.tensors} - {""}
@@ -97,6 +102,30 @@ def describes_itself(path: Where) -> bool:
     where = storage_path(path)
     own = megatron.sniff(where) or megatron_dist.sniff(where)
     return own and not (where / "config.json").is_file()
+
+
+def _check_source(ckpt: Checkpoint, held: RankState, log: Log) -> None:
+    """Recorded checksums of the files that are loaded: each rank checks its share of the files.
+
+    A fault is every rank's, so that none waits for another that has given up.
+    """
+    world = dist.get_world_size(held.control) if dist.is_initialized() else 1
+    share = used_files(ckpt)[held.rank % world :: world]
+    line = "recorded checksums of the source: all right"
+    try:
+        checked = check_used(ckpt, share, threads=1)
+        mine = [text for _, text in checked.faults]
+        line = checked.line() if world == 1 else line
+    except CheckpointError as error:
+        mine = [str(error)]
+    every = [mine] * world
+    if world > 1:
+        dist.all_gather_object(every, mine, group=held.control)
+    if faults := [text for texts in every for text in texts]:
+        raise TrainError(
+            f"{ckpt.path} is damaged (--no-verify-source loads it as it is): " + "; ".join(faults)
+        )
+    log(line)
 
 
 def _reading(path: str | Path, held: RankState) -> ReadOptions:

@@ -159,6 +159,10 @@ OPTIONS: dict[str, Option] = {
     "overwrite": _option(
         "bool", "replace another run in SAVE_DIR once this one has saved", False, group="saving"
     ),
+    "verify_source": _option(
+        "bool", "check the checksums that a checkpoint records before it is loaded", True,
+        group="saving",
+    ),
     "tensorboard_dir": _of_field(
         "tensorboard_dir", "TensorBoard event files (default: below SAVE_DIR)", group="saving",
         metavar="DIR",

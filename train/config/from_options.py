@@ -126,6 +126,7 @@ def _with_options(
             keep_last=said["keep_last"],
             resume=said["resume"],
             overwrite=bool(said["overwrite"]),
+            verify_source=said["verify_source"],
         ),
         model=replace(config.model, path=said["model"]),
         launch=replace(

@@ -151,6 +151,7 @@ class Saving:
     overwrite: bool = False  # another run's results in save_dir give way to this one's
     save_optimizer: bool = True
     load_optimizer: bool = True
+    verify_source: bool = True  # check the recorded checksums of what is loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ class Trainer:
         weights_only = not (self.source.resumes and self.config.saving.load_optimizer)
         found = load(
             self.source.weights, self.held, read=self.source.reading(), weights_only=weights_only,
-            seed=self.config.seed, log=self.say,
+            seed=self.config.seed, verify_source=self.config.saving.verify_source, log=self.say,
         )  # fmt: skip
         # not all below its folder: one of Megatron-LM holds weights of other names
         self.sides = found.checkpoint.manifest.side_files

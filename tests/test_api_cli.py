@@ -747,6 +747,18 @@ def test_exit_codes_are_0_done_1_refused_or_different_2_usage_or_for_verify_unre
     assert files_of(tmp_path) == before
 
 
+def test_a_usage_error_is_short_and_names_the_option_that_was_meant(trained, cli):
+    answer = cli("reshard", trained, "--tensor-paralel-size", 2, "--tp", 1)
+    assert answer.code == 2
+    assert len(answer.err.splitlines()) == 2
+    assert "--tensor-paralel-size: did you mean --" in answer.err
+    assert "--help" in answer.err
+    answer = cli("merge-ckpt", trained, "--max-shard-sise=5GB")
+    assert "did you mean --max-shard-size?" in answer.err
+    answer = cli("merge-ckpt", trained, "--xyzzyq", 1)
+    assert "did you mean" not in answer.err
+
+
 def test_an_error_is_one_line_that_names_file_and_values(trained, cli):
     (trained / "model_tp_1_pp_0.safetensors").unlink()
     answer = cli("merge-ckpt", trained)

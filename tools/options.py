@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from shardwright.ckpt import ReadOptions, RunOptions
@@ -32,11 +32,37 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return out
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors say what is wrong, not everything that would be right."""
+
+    def error(self, message: str) -> NoReturn:
+        """The fault, and the option that was meant if one is near; exit code 2."""
+        self.exit(
+            USAGE,
+            f"usage: {self.prog} [options] (--help lists them)\n"
+            f"{self.prog}: error: {message}{self._meant(message)}\n",
+        )
+
+    def _meant(self, message: str) -> str:
+        import difflib
+
+        head, _, words = message.partition("unrecognized arguments: ")
+        unknown = [w.partition("=")[0] for w in words.split() if w.startswith("--")]
+        if head or not unknown:
+            return ""
+        near = [
+            (word, found[0])
+            for word in unknown
+            if (found := difflib.get_close_matches(word, self._option_string_actions, 1, 0.5))
+        ]
+        return "".join(f"; {word}: did you mean {other}?" for word, other in near)
+
+
 def parser(
     prog: str, description: str, codes: str = "0 done, 1 refused or different, 2 usage"
 ) -> argparse.ArgumentParser:
     """A parser that says the exit codes at the end of its help."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=prog, description=description, allow_abbrev=False, epilog=f"exit codes: {codes}"
     )
 

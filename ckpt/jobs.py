@@ -164,7 +164,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
             report.notes.append(check_source(job.source, used, options.threads))
         else:
             report.notes.append("checksums of the source not checked (--no-verify-source)")
-        sums = _move(made, design, options, stage, report)
+        sums = _move(job.source, made, design, options, stage, report)
         names = {_name(root, path): row for path, row in sums.items()}
         for side in job.sides(design, names):
             write_side(stage.path, side, job.source.path)
@@ -274,7 +274,12 @@ def _create(design: Design) -> None:
 
 
 def _move(
-    made: Plan, design: Design, options: RunOptions, stage: OutputTransaction, report: Report
+    source: Checkpoint,
+    made: Plan,
+    design: Design,
+    options: RunOptions,
+    stage: OutputTransaction,
+    report: Report,
 ) -> dict[str, tuple[int, str]]:
     """Move every unit that is not done yet, and compare its replicas while they are cached.
 
@@ -310,7 +315,8 @@ def _move(
             found = compare(mover, again, Tolerance())
             if found is not None:
                 with lock:
-                    faults.append("replicas differ: " + found.describe())
+                    tied = source.tied_to(unit[0].fqn)
+                    faults.append(f"replicas differ: {found.describe()}{tied}")
                 return  # not journalled: --resume must compare it again
         sealer.finish(index)
         sealer.follow(unit, mover.files, mover.stop)

@@ -304,6 +304,9 @@ def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Ve
     if options.compare_replicas:
         shapes = {fqn: meta.shape for fqn, meta in ckpt.manifest.tensors.items()}
         _compare(made.replicas, shapes, Tolerance(), options, verdict)
+        verdict.findings = [
+            replace(f, text=f.text + ckpt.tied_to(f.name)) for f in verdict.findings
+        ]
     _check_digests(ckpt, options, verdict)
     return verdict
 

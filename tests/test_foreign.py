@@ -226,6 +226,19 @@ def test_weights_of_8_bits_under_a_plain_config_are_refused(hf):
     assert "lm_head.weight: I8 and no scale" in refusal(hf)
 
 
+def test_a_tied_flag_beside_a_head_of_its_own_names_both(tmp_path):
+    case = raw("llama-tied", layers=2)
+    case.state["lm_head.weight"] = case.state["model.embed_tokens.weight"] + 1
+    hf = write_hf(tmp_path / "hf", case)
+    with pytest.raises(CheckpointError) as error:
+        reshard(hf, tmp_path / "x", tp=1, run=QUIET)
+    (line,) = verify(hf, run=QUIET).differences
+    for said in (str(error.value), line):
+        for part in ("model.embed_tokens.weight: ", "lm_head.weight is stored beside it",
+                     '"tie_word_embeddings": false'):  # fmt: skip
+            assert part in said
+
+
 # --- two formats, two descriptions --------------------------------------------------------------
 
 

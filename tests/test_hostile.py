@@ -1371,7 +1371,7 @@ def break_replica(home):
     "damage", [break_step, break_rank, break_header, break_pipe, break_folder, break_replica],
     ids=lambda f: f.__name__,
 )  # fmt: skip
-def test_a_command_says_it_in_one_error_and_ends_with_code_1(damage, home, capsys):
+def test_a_command_says_it_in_one_error_and_ends_with_code_1_or_2_of_verify(damage, home, capsys):
     damage(home)
     calls = [
         (reshard_tool, ["native", "--tp", "1", "--pp", "1", "--output", "to/x"]),
@@ -1383,9 +1383,10 @@ def test_a_command_says_it_in_one_error_and_ends_with_code_1(damage, home, capsy
         calls.append((inspect_ckpt, ["native"]))
     with untouched(home):
         for tool, argv in calls:
-            assert tool.main(argv) == 1
+            different = damage is break_replica and tool is verify_ckpt
+            assert tool.main(argv) == (2 if tool is verify_ckpt and not different else 1)
             said = capsys.readouterr()
-            if damage is break_replica and tool is verify_ckpt:
+            if different:
                 assert "differs: model.layers.1.input_layernorm.weight" in said.out
                 continue
             assert said.out == ""

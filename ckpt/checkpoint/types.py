@@ -113,6 +113,17 @@ class Checkpoint:
             if path.endswith((".bin", ".pt", ".pth")):
                 yield from torch_zip.checksums(self.path.at(path))
 
+    def tied_to(self, fqn: str) -> str:
+        """What to add where a tensor differs from its own copy: the tied head has another name."""
+        names = self.model.family.tied_names if self.model is not None else {}
+        heads = [name for name in self.tied if names.get(name) == fqn]
+        if not heads:
+            return ""
+        return (
+            f"; {heads[0]} is stored beside it and config.json ties the two: "
+            '"tie_word_embeddings": false keeps both'
+        )
+
     def need_model(self) -> Model:
         """The model, for jobs that must know the packing."""
         if self.model is None:

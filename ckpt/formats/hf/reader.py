@@ -114,7 +114,8 @@ def _add(
             result.tied.append(fqn)
             fqn = family.tied_names[fqn]
     meta = TensorMeta(entry.shape, entry.dtype)
-    repeats = fqn in metas and not result.tied
+    table = result.model is not None and fqn in result.model.family.tied_names.values()
+    repeats = fqn in metas and not (result.tied and table)
     if metas.setdefault(fqn, meta) != meta or repeats:
         other = chunks.by_name[fqn][0].view.file
         raise CheckpointError(

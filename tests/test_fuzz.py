@@ -49,8 +49,9 @@ def sources(tmp_path_factory):
     ranks = independent.stored(made.config, made.state, 2, 2, multiple=2)
     independent.write_foreign(root / "foreign", ranks, wrap=True)
     shutil.copy(root / "hf/config.json", root / "foreign/config.json")
+    size = (root / "hf/model.safetensors").stat().st_size  # a false one is refused
     (root / "hf/checksums.json").write_text(
-        json.dumps({"files": {"model.safetensors": {"size": 5, "xxh3_128": "ab"}}})
+        json.dumps({"files": {"model.safetensors": {"size": size, "xxh3_128": ""}}})
     )
     return root
 

@@ -45,6 +45,8 @@ def sources(tmp_path_factory):
     write_split(root / "split-bin", parts=2, made=made, binary=True)
     write_native(root / "native", 2, 1, made=made, multiple=2)
     write_native(root / "native-bin", 1, 2, made=made, multiple=2, safe=False)
+    reshard(root / "native", root / "megatron", to="megatron", tp=2)
+    reshard(root / "native", root / "torch_dist", to="torch_dist", tp=1)
     write_native(root / "sharded", 1, 1, made=made, multiple=2, dp=2, sharded=True)
     ranks = independent.stored(made.config, made.state, 2, 2, multiple=2)
     independent.write_foreign(root / "foreign", ranks, wrap=True)
@@ -128,6 +130,7 @@ def check(folder):
         "shards": lambda out: reshard(folder, out, tp=1, pp=2, run=RunOptions(workers=1)),
         "hf": lambda out: merge(folder, out, run=RunOptions(workers=2)),
         "half.bin": lambda out: merge(folder, out, dtype="fp16"),
+        **{to: lambda out, to=to: reshard(folder, out, to=to, tp=1) for to in MEGATRON},
     }
     made = {name for name, job in jobs.items() if attempt(lambda job=job, n=name: job(to / n))}
     assert set(names(to)) == made
@@ -135,6 +138,9 @@ def check(folder):
     if "shards" in made:
         verdict = verify(folder, to / "shards")
         assert verdict.same, verdict.differences
+    for name in made & set(MEGATRON):
+        verdict = verify(folder, to / name, weights_only=True)
+        assert not [f for f in verdict.findings if f.kind == "values"], verdict.differences
     if "hf" in made:
         verdict = verify(folder, to / "hf", weights_only=True)
         assert verdict.same, verdict.differences
@@ -147,27 +153,35 @@ def check(folder):
     return made
 
 
+def files_of(folder):
+    """Every file, those of ranks too."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 def damaged(sources, name, pick, change):
     """A copy of a source with one file changed, looked at from all sides."""
     room = sources.parent / "room"
     shutil.rmtree(room, ignore_errors=True)
     shutil.copytree(sources / name, room / name)
-    files = sorted(path for path in (room / name).iterdir())
+    files = files_of(room / name)
     change(files[pick % len(files)])
     return check(room / name)
 
 
-FORMS = ["hf", "hf-bin", "split", "split-bin", "native", "native-bin", "sharded", "foreign"]
+SHARE = 10  # of each form and kind of damage; campaigns over ranges of seeds take the rest
+MEGATRON = ("megatron", "torch_dist")
+OURS = ["hf", "hf-bin", "split", "split-bin", "native", "native-bin", "sharded", "foreign"]
+FORMS = [*OURS, *MEGATRON]
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_undamaged_sources_pass(name, sources):
-    assert damaged(sources, name, 0, lambda path: None) == {"shards", "hf", "half.bin"}
+    assert damaged(sources, name, 0, lambda path: None) == {"shards", "hf", "half.bin", *MEGATRON}
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_any_damage_of_bytes_is_read_right_or_refused(name, sources):
-    @examples(60)
+    @examples(SHARE)
     @given(st.integers(0, 20), edits())
     def run(pick, changes):
         damaged(sources, name, pick, lambda path: damage.damage_bytes(path, changes))
@@ -175,9 +189,9 @@ def test_any_damage_of_bytes_is_read_right_or_refused(name, sources):
     run()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", OURS)
 def test_any_damage_of_headers_and_tables_is_read_right_or_refused(name, sources):
-    @examples(60)
+    @examples(SHARE)
     @given(st.integers(0, 20), json_edits())
     def run(pick, changes):
         damaged(sources, name, pick, lambda path: damage.damage_table(path, changes))
@@ -185,17 +199,17 @@ def test_any_damage_of_headers_and_tables_is_read_right_or_refused(name, sources
     run()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", OURS)
 def test_files_exchanged_emptied_or_missing_are_read_right_or_refused(name, sources):
     """Exhaustively: every pair of files swapped, every file removed, every file emptied."""
-    count = len(list((sources / name).iterdir()))
+    count = len(files_of(sources / name))
     for a in range(count):
         damaged(sources, name, a, Path.unlink)
         damaged(sources, name, a, lambda path: os.truncate(path, 0))
         for b in range(a):
 
             def swap(path, other=b):
-                second = sorted(path.parent.iterdir())[other]
+                second = files_of(sources.parent / "room" / name)[other]
                 path.rename(path.parent / "aside")
                 second.rename(path)
                 (path.parent / "aside").rename(second)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fixtures_safety import content, names, refused, untouched, write_hf
 
-from shardwright.ckpt import RunOptions, reshard
+from shardwright.ckpt import RunOptions, merge, reshard
 from shardwright.ckpt.move import executor, lock, publish, storage
 from shardwright.ckpt.move.publish import JOURNAL, OutputTransaction
 
@@ -43,6 +43,15 @@ def leave(output, **facts):
     path = output.parent / f".{output.name}.partial.lock"
     path.write_text("\n" + json.dumps(record) + "\n")
     return path
+
+
+def test_an_output_in_a_folder_that_is_named_through_a_link_is_published(home):
+    """As on clusters, where a scratch folder is a link."""
+    (home / "disk").mkdir()
+    (home / "scratch").symlink_to("disk")
+    reshard("hf", "scratch/out", tp=2)
+    merge("scratch/out", "scratch/one.safetensors")
+    assert names(home / "disk") == ["one.safetensors", "out"]
 
 
 # --- whose is it ------------------------------------------------------------------------------

@@ -272,7 +272,7 @@ class OutputTransaction:
                 self._rename_folder()
             published.append(self.output)
             self._discard()
-            tree.sync(self.output.parent)
+            tree.sync_names(self.output.parent)
 
     def _restrict(self) -> None:
         """Take permissions that ``mode`` does not have from every file and folder of the stage."""

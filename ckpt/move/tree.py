@@ -88,6 +88,11 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def sync_names(folder: Path) -> None:
+    """Make the names in a folder durable; the user may have named it through a link."""
+    sync(Path(os.path.realpath(folder)))
+
+
 def sync_all(root: Path) -> None:
     """Make every file and folder at and below ``root`` durable."""
     for folder, names in walk(root):

@@ -296,7 +296,7 @@ def _point_to(final: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(pointer, final.parent / LATEST)
-    tree.sync(final.parent)
+    tree.sync_names(final.parent)
 
 
 def _write_side(stage: Path, side: SideFile) -> None:

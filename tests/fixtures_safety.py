@@ -8,6 +8,7 @@ do not use the code under test.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -204,6 +205,8 @@ def _serve() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         if question["do"] == "start":
+            if question["tool"] not in tools:  # a module beside this one, with a main
+                tools[question["tool"]] = importlib.import_module(question["tool"])
             reader, writer = os.pipe()
             pid = os.fork()
             if pid == 0:
@@ -218,9 +221,9 @@ def _serve() -> None:
             with os.fdopen(reports.pop(question["pid"])) as report:
                 text = report.read()
             _, status = os.waitpid(question["pid"], 0)
-            said, _, moments = text.rpartition("\nmoments ")
-            answer = {"code": os.waitstatus_to_exitcode(status), "text": said or text,
-                      "moments": int(moments) if said else None}  # fmt: skip
+            said, mark, moments = text.rpartition("\nmoments ")
+            answer = {"code": os.waitstatus_to_exitcode(status), "text": said if mark else text,
+                      "moments": int(moments) if mark else None}  # fmt: skip
         print(json.dumps(answer), flush=True)
 
 

@@ -17,12 +17,13 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-gpu lint types bench demo clean
+.PHONY: help test test-slow test-gpu torture lint types bench demo clean
 
 help:
 	@echo "make test       the test suite, on CPU"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make torture    hostile files, kills and failing calls by the thousand; go on with STATE"
 	@echo "make lint       ruff: rules and format; which module may import which"
 	@echo "make types      mypy"
 	@echo "make bench      the benchmarks"
@@ -37,6 +38,13 @@ test-slow: $(VENV)/.installed-test
 
 test-gpu: $(VENV)/.installed-test $(VENV)/.installed-train
 	$(BIN)/pytest -m gpu $(ARGS)
+
+# Up to two hours on two cores. STATE keeps what is finished; the same command goes on from there.
+STATE ?= build/torture.jsonl
+
+torture: $(VENV)/.installed-test
+	mkdir -p $(dir $(STATE))
+	$(BIN)/python tests/torture.py --state $(STATE) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -22,24 +22,25 @@ def run(folder, *words):
     return subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
 
 
-def test_a_campaign_runs_in_parts_goes_on_and_adds_up(tmp_path):
+def test_a_campaign_runs_in_parts_goes_on_and_adds_up(tmp_path, capsys):
     state = tmp_path / "first.jsonl"
-    done = run(tmp_path, "--seeds", "0:2", "--workers", 1, "--state", state)
+    done = run(tmp_path, "--seeds", "0:1", "--workers", 1, "--state", state)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left" not in done.stdout
     rows = torture.read_state([state])
     assert {row.campaign for row in rows} == set(torture.CAMPAIGNS)
-    assert {sum(row.counts.values()) for row in rows} == {2}
-    again = run(tmp_path, "--seeds", "0:2", "--state", state, "--only", "reader,whole")
-    assert again.stdout.startswith("0 inputs in 0 ranges")
+    assert {sum(row.counts.values()) for row in rows} == {1}
+    again = ["--seeds", "0:1", "--only", "reader,whole", "--kept", tmp_path / "kept"]
+    assert torture.main([str(word) for word in [*again, "--state", state]]) == 0
+    assert capsys.readouterr().out.startswith("0 inputs in 0 ranges")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{torture.MARKS[0]}\nold\n{torture.MARKS[1]}\nafter\n")
-    made = run(tmp_path, "--report", state, state, "--into", page)
-    assert made.returncode == 0
+    assert torture.main(["--report", str(state), str(state), "--into", str(page)]) == 0
+    made = capsys.readouterr().out
     assert page.read_text().startswith("before\n")
     assert page.read_text().endswith("\nafter\n")
-    assert made.stdout in page.read_text()
-    assert "| mutated JSON files, configs and indexes through the reader | 2 |" in made.stdout
+    assert made in page.read_text()
+    assert "| mutated JSON files, configs and indexes through the reader | 1 |" in made
 
 
 def test_ranges_cover_every_seed_once_in_parts_and_after_a_stop():
@@ -98,7 +99,7 @@ def test_the_judge_takes_sound_checkpoints_and_sees_other_bytes(tmp_path, monkey
     data[-1] ^= 1
     weights.write_bytes(data)
     monkeypatch.setattr(torture_whole, "reshard", wrong)
-    with pytest.raises(BrokenPromise, match="elements? differ"):
+    with pytest.raises(BrokenPromise, match="differ"):
         torture_whole.judge(sources["hf"], tmp_path / "outputs", random.Random(0))
 
 
@@ -108,9 +109,13 @@ def test_what_takes_too_much_memory_or_time_is_seen():
         held[::4096] = b"x" * len(held[::4096])
     assert "MiB are allowed" in cost.complaint()
     del held
-    with pytest.raises(TooLong), measured(stop_after_s=0.05):
+
+    def forever():
         while True:
             pass
+
+    with pytest.raises(TooLong), measured(stop_after_s=0.05):
+        forever()
 
 
 def test_calls_are_counted_and_one_fails(tmp_path):

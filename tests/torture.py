@@ -341,7 +341,7 @@ def _campaign(args: argparse.Namespace, chosen: list[str], home: Path, kept: Pat
     limit = args.minutes * 60 - STOP_EARLY_S if args.minutes else float("inf")
     queue = _until(iter(todo), started + limit)
     failed, finished, told = 0, [], started
-    workers = Workers(min(args.workers, max(1, len(todo))), home, kept)
+    workers = Workers(min(args.workers, len(todo)), home, kept)
     try:
         for made in workers.run(queue):
             finished.append(made)

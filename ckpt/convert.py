@@ -184,18 +184,18 @@ def _job(
     sides = _described(ckpt, dtype or (main_dtype(metas) if options.from_master else ""))
     whole = _whole_files(where, options) if writer.WEIGHTS_ONLY else WholeFiles()
     state = ckpt.manifest.state
-    order = WriteRequest(
+    request = WriteRequest(
         ckpt, target, metas, state, weights_only, tuple(sides), whole,
         options.allow_incomplete_args,
     )  # fmt: skip
     lost = "Hugging Face files hold no optimizer state"
     return Job(
         ckpt,
-        partial(writer.design, order),
+        partial(writer.design, request),
         where,
         single=bool(whole.file_name),
         drop=by_category(dict.fromkeys(STATES, lost) if writer.WEIGHTS_ONLY else {}),
-        sides=partial(writer.sides, order),
+        sides=partial(writer.sides, request),
         identity={"to": repr(options), "read": repr(read)},
         notes=_notes(options),
     )

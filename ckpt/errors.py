@@ -32,13 +32,18 @@ class CheckpointError(ValueError):
         super().__init__(printable(text))
 
 
-def raise_all(faults: Iterable[str], headline: str, limit: int = 20) -> None:
-    """Raise one error that lists every fault; return quietly if there is none."""
+def raise_all(faults: Iterable[str], headline: str, limit: int = 20, *, hint: str = "") -> None:
+    """Raise one error that lists every fault; return quietly if there is none.
+
+    ``hint`` is the next step, said last.
+    """
     found = list(faults)
     if not found:
         return
     if len(found) == 1:
-        raise CheckpointError(f"{headline}: {found[0]}" if headline else found[0])
+        one = f"{headline}: {found[0]}" if headline else found[0]
+        raise CheckpointError(f"{one}; {hint}" if hint else one)
     shown = "\n".join(f"  - {fault}" for fault in found[:limit])
     more = f"\n  ... and {len(found) - limit} more" if len(found) > limit else ""
-    raise CheckpointError(f"{headline} ({len(found)} faults)\n{shown}{more}")
+    last = f"\n  {hint}" if hint else ""
+    raise CheckpointError(f"{headline} ({len(found)} faults)\n{shown}{more}{last}")

@@ -130,16 +130,22 @@ class Job:
 
 def run_job(job: Job, options: RunOptions) -> Report:
     """Carry a job out; nothing is visible at ``job.output`` before it is complete."""
-    from .move.publish import OutputTransaction, check_unchanged, fingerprint, snapshot, stage_of
+    from .move.publish import (
+        OutputTransaction,
+        check_unchanged,
+        fingerprint,
+        snapshot,
+        staging_folder,
+    )
 
     started = time.monotonic()
     check_place(job.source, job.output)
-    root = stage_of(job.output)
+    root = staging_folder(job.output)
     design = job.design(root)
     made = resolve(plan(job.source.manifest, design.manifest, job.drop))
     report = _report(job, options, design, made, root)
     # A value that a text file cannot hold is found now, not when all else is written.
-    sizes = {_name(root, f.path): (f.blueprint.size_bytes, "") for f in design.files}
+    sizes = {_name(root, f.path): (f.layout.size_bytes, "") for f in design.files}
     sides = job.sides(design, sizes)
     check_design(design, root, sides)
     report.sides = [(side.name, side_bytes(side, job.source.path)) for side in sides]
@@ -151,33 +157,33 @@ def run_job(job: Job, options: RunOptions) -> Report:
     )
     with OutputTransaction(job.output, mark, single=job.single, overwrite=options.overwrite,
                resume=options.resume, break_lock=options.break_lock,
-               mode=_mode(job.source)) as stage:  # fmt: skip
-        if not stage.continued:
-            _check_space(report, stage.path)
+               mode=_mode(job.source)) as transaction:  # fmt: skip
+        if not transaction.continued:
+            _check_space(report, transaction.path)
             _create(design)
-            stage.begin()
+            transaction.begin()
         else:
             _check_kept(design)
-            report.notes.append(f"continued: {len(stage.done)} tensors were already there")
+            report.notes.append(f"continued: {len(transaction.done)} tensors were already there")
         if options.verify_source:
             used = {copy.src.file for copy in (*made.copies, *made.replicas)}
             report.notes.append(check_source(job.source, used, options.threads))
         else:
             report.notes.append("checksums of the source not checked (--no-verify-source)")
-        sums = _move(job.source, made, design, options, stage, report)
+        sums = _move(job.source, made, design, options, transaction, report)
         names = {_name(root, path): row for path, row in sums.items()}
         for side in job.sides(design, names):
-            write_side(stage.path, side, job.source.path)
+            write_side(transaction.path, side, job.source.path)
         check_unchanged(before)
         report.digests = {n: d for n, (_, d) in names.items() if d} if job.single else {}
-        stage.publish()
+        transaction.publish()
     report.seconds = time.monotonic() - started
     return report
 
 
 def check_place(source: Checkpoint, output: Path) -> None:
     """An output inside its source, over it or around it would change the source."""
-    from .move.publish import stage_of
+    from .move.publish import staging_folder
 
     if output.name in ("", "..") or "\0" in str(output):
         raise CheckpointError(f"--output {str(output)!r}: must end in the name of a file or folder")
@@ -187,10 +193,10 @@ def check_place(source: Checkpoint, output: Path) -> None:
         raise CheckpointError(
             f"--output {output}: lies inside the source {path}, which is never modified"
         )
-    stage = storage_path(stage_of(Path(inner)))  # emptied before it is used
+    staging = storage_path(staging_folder(Path(inner)))  # emptied before it is used
     for file in [str(path), *_source_files(source)]:
         real = path.at(file).real()
-        if any(place == real or place in real.parents for place in (inner, stage)):
+        if any(place == real or place in real.parents for place in (inner, staging)):
             raise CheckpointError(
                 f"--output {output}: {real} of the source lies there, which is never modified"
             )
@@ -210,7 +216,7 @@ def _report(job: Job, options: RunOptions, design: Design, made: Plan, root: Pat
         made.replicas.clear()
     chunks = chunk_count(job.source.manifest, design.manifest)
     peak = BASE_BYTES + options.memory_budget + chunks * CHUNK_BYTES
-    files = [(_name(root, f.path), f.blueprint.size_bytes) for f in design.files]
+    files = [(_name(root, f.path), f.layout.size_bytes) for f in design.files]
     report = Report(job.output, made, files, peak_bytes=peak, dry_run=options.dry_run)
     report.notes += [*job.source.notes, *design.notes, *job.notes]
     return report
@@ -230,8 +236,8 @@ def _plan_mark(design: Design, made: Plan) -> str:
 
     state = hashlib.sha256()
     for file in design.files:
-        state.update(repr((file.path, file.blueprint.size_bytes)).encode())
-        for offset, data in file.blueprint.fixed:
+        state.update(repr((file.path, file.layout.size_bytes)).encode())
+        for offset, data in file.layout.fixed:
             state.update(offset.to_bytes(8, "little") + data)
     for copy in made.copies:
         for view in (copy.src, copy.dst):
@@ -257,7 +263,7 @@ def _check_space(report: Report, folder: Path) -> None:
 
 
 def _check_kept(design: Design) -> None:
-    """What a killed run left must be what it made: regular files of their sizes and headers."""
+    """On resume, check the partial files: regular, of their sizes, with their headers."""
     for file in design.files:
         fault = kept_fault(file)
         if fault:
@@ -270,7 +276,7 @@ def _create(design: Design) -> None:
     for folder in sorted({storage_path(file.path).parent for file in design.files}):
         folder.make()
     for file in design.files:
-        create(file.path, file.blueprint)
+        create(file.path, file.layout)
 
 
 def _move(
@@ -278,7 +284,7 @@ def _move(
     made: Plan,
     design: Design,
     options: RunOptions,
-    stage: OutputTransaction,
+    transaction: OutputTransaction,
     report: Report,
 ) -> dict[str, tuple[int, str]]:
     """Move every unit that is not done yet, and compare its replicas while they are cached.
@@ -295,17 +301,17 @@ def _move(
     lonely = [fqn for fqn in repeats if fqn not in {u[0].fqn for u in work}]
     assert not lonely, f"replicas of tensors that are not moved: {lonely}"
     budget = Budget(options.threads, options.memory_budget)
-    sealer = ChecksumFollower(design, work, checksum=options.checksum)
+    follower = ChecksumFollower(design, work, checksum=options.checksum)
     lock = threading.Lock()
     faults: list[str] = []
     overflows: Counter[str] = Counter()
     pending: dict[int, tuple[float, list[int]]] = {}
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
-        # what is kept is read again: the stage was out of our hands
-        if index in stage.done and compare(mover, unit, Tolerance(cast=True)) is None:
+        # what is kept is read again: the staging folder was out of our hands
+        if index in transaction.done and compare(mover, unit, Tolerance(cast=True)) is None:
             progress.add(sum(copy.nbytes for copy in unit))
-            sealer.finish(index)
+            follower.finish(index)
             return
         mover.progress = progress.add
         mover.move(unit)
@@ -316,31 +322,31 @@ def _move(
             if found is not None:
                 with lock:
                     tied = source.tied_to(unit[0].fqn)
-                    faults.append(f"replicas differ: {found.describe()}{tied}")
+                    faults.append(f"{found.describe()}{tied}")
                 return  # not journalled: --resume must compare it again
-        sealer.finish(index)
-        sealer.follow(unit, mover.files, mover.stop)
+        follower.finish(index)
+        follower.follow(unit, mover.files, mover.stop)
         since, finished = pending.setdefault(threading.get_ident(), (time.monotonic(), []))
         finished.append(index)
         if time.monotonic() - since > SYNC_SECONDS:
             mover.files.sync()
             with lock:
-                stage.record(finished)
+                transaction.record(finished)
                 overflows.update(mover.overflows)
             pending[threading.get_ident()] = (time.monotonic(), [])
             mover.overflows.clear()
 
     def finish(mover: Mover) -> None:
-        sealer.follow_all(mover.files, mover.stop)
+        follower.follow_all(mover.files, mover.stop)
         with lock:
             overflows.update(mover.overflows)
 
     total = made.coverage.written_bytes
     with Progress(total, report.output.name, quiet=options.quiet) as progress:
         run_units(work, budget, each, finish=finish)
-    raise_all(faults, "pass --replicas first to take the first of each")
+    raise_all(faults, "replicas differ", hint="to use the first copy: --replicas first")
     report.notes += _overflow_notes(overflows, design)
-    return sealer.close(options.threads)
+    return follower.close(options.threads)
 
 
 def _overflow_notes(overflows: Mapping[str, int], design: Design) -> list[str]:

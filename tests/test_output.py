@@ -1,4 +1,4 @@
-"""The stage, the lock and the rename of an output: whose they are, and when they may be taken."""
+"""The staging folder, the lock and the rename of an output: whose they are, who may take them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def fill(stage, text="new"):
-    (stage.path / "file").write_text(text)
-    stage.begin()
+def fill(transaction, text="new"):
+    (transaction.path / "file").write_text(text)
+    transaction.begin()
 
 
 def leave(output, **facts):
     """The lock file that a run of this machine leaves when it is killed."""
     record = {
         "run": "dead", "host": socket.gethostname(), "boot": lock._here()[1],
-        "space": lock._here()[2], "pid": 4_000_000, "started": "1", "stage": -1, "replaced": -1,
+        "space": lock._here()[2], "pid": 4_000_000, "started": "1", "staging": -1, "replaced": -1,
         "aside": "", **facts,
     }  # fmt: skip
     path = output.parent / f".{output.name}.partial.lock"
@@ -107,10 +107,10 @@ def test_a_stage_into_which_others_may_write_is_refused(mode, home):
 
 
 def test_while_it_grows_an_output_is_closed_to_others(home):
-    with OutputTransaction(home / "out") as stage:
-        assert stat.S_IMODE(stage.path.stat().st_mode) == 0o700
-        fill(stage)
-        stage.publish()
+    with OutputTransaction(home / "out") as transaction:
+        assert stat.S_IMODE(transaction.path.stat().st_mode) == 0o700
+        fill(transaction)
+        transaction.publish()
     assert stat.S_IMODE((home / "out").stat().st_mode) == publish.folder_mode(0o666)
 
 
@@ -154,10 +154,10 @@ def test_break_lock_takes_over_at_once(home):
 
 def test_a_run_touches_its_lock(home, monkeypatch):
     monkeypatch.setattr(lock, "RENEW_SECONDS", 0.01)
-    with OutputTransaction(home / "out") as stage:
-        os.utime(stage.lock.path, (1, 1))
+    with OutputTransaction(home / "out") as transaction:
+        os.utime(transaction.lock.path, (1, 1))
         stop = time.monotonic() + 20
-        while stage.lock.path.stat().st_mtime < 2:
+        while transaction.lock.path.stat().st_mtime < 2:
             assert time.monotonic() < stop
             time.sleep(0.01)
 
@@ -185,7 +185,7 @@ def test_a_lock_file_of_another_user_says_nothing_about_what_may_be_removed(home
 
 
 def test_overwriting_runs_one_after_another_never_meet_in_the_stage(home):
-    """H1: what was replaced lies in the stage's place for a moment, and is not a stage."""
+    """H1: what was replaced has the staging folder's name for a moment, and is none."""
     faults: list[BaseException] = []
     whole = {"a" * 100, "b" * 100}
 
@@ -193,9 +193,9 @@ def test_overwriting_runs_one_after_another_never_meet_in_the_stage(home):
         done = 0
         while done < 25:
             try:
-                with OutputTransaction(home / "out", overwrite=True) as stage:
-                    fill(stage, text)
-                    stage.publish()
+                with OutputTransaction(home / "out", overwrite=True) as transaction:
+                    fill(transaction, text)
+                    transaction.publish()
                 done += 1
             except ValueError as error:
                 if "another run is writing it" not in str(error):
@@ -222,7 +222,7 @@ def test_an_error_while_the_stage_is_entered_leaves_nothing(home, monkeypatch):
     def fails(self):
         raise OSError(5, "Input/output error")
 
-    for name in ("_make_stage", "_open_journal", "_check_output"):
+    for name in ("_make_staging", "_open_journal", "_check_output"):
         with monkeypatch.context() as patch:
             patch.setattr(OutputTransaction, name, fails)
             with untouched(home):
@@ -239,11 +239,11 @@ def test_a_second_ctrl_c_does_not_stop_the_tidying(home, monkeypatch):
         real(path, keep)
 
     monkeypatch.setattr(publish.tree, "remove", remove)
-    stage = OutputTransaction(home / "out")
-    stage.open()
-    fill(stage)
+    transaction = OutputTransaction(home / "out")
+    transaction.open()
+    fill(transaction)
     with pytest.raises(KeyboardInterrupt):
-        stage.close(failed=True)
+        transaction.close(failed=True)
     assert names(home) == ["hf"]
 
 
@@ -298,13 +298,13 @@ def test_threads_are_waited_for_however_often_ctrl_c_is_pressed(monkeypatch):
 def test_an_output_of_many_folders_inside_each_other_is_published_and_replaced(home):
     """G2: `os.walk` and `shutil.rmtree` call themselves for each level."""
     for text in ("old", "new"):
-        with OutputTransaction(home / "out", overwrite=True) as stage:
-            deep = stage.path
+        with OutputTransaction(home / "out", overwrite=True) as transaction:
+            deep = transaction.path
             for _ in range(1200):
                 deep = deep / "d"
                 os.mkdir(deep)
-            fill(stage, text)
-            stage.publish()
+            fill(transaction, text)
+            transaction.publish()
     assert (home / "out/file").read_text() == "new"
     assert names(home) == ["hf", "out"]
     publish.tree.remove(home / "out")
@@ -321,10 +321,10 @@ def test_what_this_tool_did_not_make_is_carried_over(home):
     (out / "old-rank").write_text("old")
     (out / "sub/notes.txt").write_text("mine")
     (out / "link").symlink_to("/nowhere")
-    with OutputTransaction(out, overwrite=True) as stage:
-        fill(stage)
-        stage.carry_over(lambda name: name in ("file", "old-rank"))
-        stage.publish()
+    with OutputTransaction(out, overwrite=True) as transaction:
+        fill(transaction)
+        transaction.carry_over(lambda name: name in ("file", "old-rank"))
+        transaction.publish()
     assert (out / "file").read_text() == "new"
     assert (out / "sub/notes.txt").read_text() == "mine"
     assert os.readlink(out / "link") == "/nowhere"
@@ -332,19 +332,19 @@ def test_what_this_tool_did_not_make_is_carried_over(home):
 
 
 def test_several_processes_write_into_one_stage(home):
-    stage = OutputTransaction(home / "out")
-    stage.open()
-    assert publish.stage_of(home / "out") == stage.path
+    transaction = OutputTransaction(home / "out")
+    transaction.open()
+    assert publish.staging_folder(home / "out") == transaction.path
     pids = []
     for rank in range(3):
         pid = os.fork()
         if pid == 0:
-            Path(stage.path / f"rank{rank}").write_text(str(rank))
+            Path(transaction.path / f"rank{rank}").write_text(str(rank))
             os._exit(0)
         pids.append(pid)
     assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
-    stage.begin()
-    stage.publish()
-    stage.close()
+    transaction.begin()
+    transaction.publish()
+    transaction.close()
     assert content(home / "out") == {f"rank{i}": str(i).encode() for i in range(3)}
     assert names(home) == ["hf", "out"]

@@ -282,7 +282,7 @@ def test_the_yaml_says_that_it_lacks_the_micro_batch_and_how_to_give_it(
     words = ["--params", "13B", "--gpus", "8", "--micro-batch-size", "2", "--output", str(path)]
     assert plan_layout.main(words) == 0
     for text in (capsys.readouterr().err, path.read_text()):
-        assert "no key for the micro-batch size, which is 2" in text
+        assert "cannot store the micro-batch size; also pass --micro-batch-size 2" in text
         assert f"train-ckpt --config {path}" in text
         assert "--micro-batch-size 2" in text
         assert "batch_size=2" in text

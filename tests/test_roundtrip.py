@@ -194,11 +194,11 @@ def test_no_element_of_an_output_is_left_as_its_file_was_created(
 
     create = files.create
 
-    def create_nan(path: str, blueprint) -> None:
-        create(path, blueprint)
+    def create_nan(path: str, layout) -> None:
+        create(path, layout)
         with open(path, "r+b") as file:
-            file.write(b"\xff" * blueprint.size_bytes)
-            for offset, data in blueprint.fixed:
+            file.write(b"\xff" * layout.size_bytes)
+            for offset, data in layout.fixed:
                 file.seek(offset)
                 file.write(data)
 

@@ -55,10 +55,10 @@ def test_digest_and_crcs_are_those_of_the_whole_file_in_any_order(made, least, t
     path = tmp_path_factory.mktemp("x") / "f"
     tail = size - 4 * len(tensors)
     sums = tuple(Checksum(o, n, (o - 4, tail + 4 * i)) for i, (o, n) in enumerate(tensors))
-    blueprint = FileLayout(size, {}, (), sums if crc else ())
-    create(str(path), blueprint)
+    layout = FileLayout(size, {}, (), sums if crc else ())
+    create(str(path), layout)
     work = [[copy_to(f"t{i}", path, o, n)] for i, (o, n) in enumerate(tensors)]
-    design = Design([OutFile(str(path), blueprint)], Manifest({}, {}))
+    design = Design([OutFile(str(path), layout)], Manifest({}, {}))
     old, sealer.STEP_BYTES = sealer.STEP_BYTES, least
     try:
         made = sealer.ChecksumFollower(design, work, checksum=True)

@@ -173,12 +173,12 @@ def convert(source: StoragePath, output: str, options: ReshardOptions) -> Storag
     made = resolve(plan(job.source.manifest, design.manifest, job.drop))
     for file in design.files:
         source.at(file.path).parent.make()
-        create(file.path, file.blueprint, storage)
+        create(file.path, file.layout, storage)
     scratch = memoryview(bytearray(SCRATCH_BYTES))
 
     def finish(mover):
         for file in design.files:
-            for checksum in file.blueprint.checksums:
+            for checksum in file.layout.checksums:
                 seal(file.path, checksum, mover.files, scratch)
 
     run_units(
@@ -186,7 +186,7 @@ def convert(source: StoragePath, output: str, options: ReshardOptions) -> Storag
         finish=finish, storage=storage,
     )  # fmt: skip
     sizes = {
-        PurePosixPath(f.path).relative_to(root.pure).as_posix(): (f.blueprint.size_bytes, "")
+        PurePosixPath(f.path).relative_to(root.pure).as_posix(): (f.layout.size_bytes, "")
         for f in design.files
     }
     for side in job.sides(design, sizes):

@@ -262,16 +262,16 @@ def test_golden_files_are_read_without_torch_or_numpy(golden):
 # --- files that are written -----------------------------------------------------------------
 
 
-def seal(path, blueprint, tensors):
-    """The file of a blueprint with its tensors and checksums in place."""
-    raw = bytearray(blueprint.size_bytes)
-    for offset, data in blueprint.fixed:
+def seal(path, layout, tensors):
+    """The file of a layout with its tensors and checksums in place."""
+    raw = bytearray(layout.size_bytes)
+    for offset, data in layout.fixed:
         assert not any(raw[offset : offset + len(data)])
         raw[offset : offset + len(data)] = data
-    for name, offset in blueprint.offsets.items():
+    for name, offset in layout.offsets.items():
         data = bytes(tensors[name].reshape(-1).view(torch.uint8).tolist())
         raw[offset : offset + len(data)] = data
-    for sum_ in blueprint.checksums:
+    for sum_ in layout.checksums:
         crc = zlib.crc32(raw[sum_.offset_bytes : sum_.offset_bytes + sum_.length_bytes])
         for slot in sum_.slots:
             raw[slot : slot + 4] = struct.pack("<I", crc)
@@ -302,9 +302,9 @@ def test_a_written_file_of_all_dtypes_is_what_torch_and_zipfile_read(tmp_path):
     kinds = [getattr(torch, name) for name in TO_TORCH.values()]
     shapes = [(3, 5), (), (0,), (2, 0), (1, 1, 300)]
     tensors = {f"{kind}.{shape}": random(shape, kind) for kind in kinds for shape in shapes}
-    blueprint = torch_zip.layout(specs_of(tensors), {})
-    assert all(offset % 64 == 0 for offset in blueprint.offsets.values())
-    index = check_written(seal(tmp_path / "a.bin", blueprint, tensors), tensors)
+    layout = torch_zip.layout(specs_of(tensors), {})
+    assert all(offset % 64 == 0 for offset in layout.offsets.values())
+    index = check_written(seal(tmp_path / "a.bin", layout, tensors), tensors)
     assert index.metadata == {}
     assert index.extra == {}
 
@@ -323,11 +323,11 @@ def test_what_is_written_is_read_back(tmp_path_factory, table, metadata):
         name: random(tuple(shape), getattr(torch, TO_TORCH[dtype]))
         for name, (dtype, shape) in table.items()
     }
-    blueprint = torch_zip.layout(specs_of(tensors), metadata)
-    path = seal(tmp_path_factory.mktemp("x") / "a.bin", blueprint, tensors)
+    layout = torch_zip.layout(specs_of(tensors), metadata)
+    path = seal(tmp_path_factory.mktemp("x") / "a.bin", layout, tensors)
     index = check_written(path, tensors)
     assert index.metadata == metadata
-    assert {name: entry.offset_bytes for name, entry in index.entries.items()} == blueprint.offsets
+    assert {name: entry.offset_bytes for name, entry in index.entries.items()} == layout.offsets
     assert all(entry.strides == row_major(entry.shape) for entry in index.entries.values())
 
 
@@ -346,22 +346,22 @@ def test_the_same_tensors_give_the_same_bytes():
 
 def test_every_byte_is_fixed_or_a_tensor():
     specs = [Spec(str(i), "I16", (i,)) for i in range(70)]
-    blueprint = torch_zip.layout(specs, {"k": "v"})
-    spans = [(offset, len(data)) for offset, data in blueprint.fixed]
-    spans += [(blueprint.offsets[str(i)], 2 * i) for i in range(70)]
+    layout = torch_zip.layout(specs, {"k": "v"})
+    spans = [(offset, len(data)) for offset, data in layout.fixed]
+    spans += [(layout.offsets[str(i)], 2 * i) for i in range(70)]
     at = 0
     for offset, length in sorted(spans):
         assert offset == at
         at += length
-    assert at == blueprint.size_bytes
-    assert len(blueprint.checksums) == 69  # nothing to sum in a record of no bytes
+    assert at == layout.size_bytes
+    assert len(layout.checksums) == 69  # nothing to sum in a record of no bytes
 
 
-def sparse(path, blueprint):
+def sparse(path, layout):
     """The file with zeros for tensors; sparse, whatever its size."""
     with open(path, "wb") as file:
-        file.truncate(blueprint.size_bytes)
-        for offset, data in blueprint.fixed:
+        file.truncate(layout.size_bytes)
+        for offset, data in layout.fixed:
             file.seek(offset)
             file.write(data)
     return str(path)
@@ -373,13 +373,13 @@ def test_a_file_over_4_gib_uses_zip64(tmp_path):
         Spec("edge", "U8", (0xFFFFFFFF,)), Spec("under", "U8", (0xFFFFFFFE,)), Spec("d", "I64",
         (4,)),
     ]  # fmt: skip
-    blueprint = torch_zip.layout(specs, {"k": "v"})
-    path = sparse(tmp_path / "a.bin", blueprint)
+    layout = torch_zip.layout(specs, {"k": "v"})
+    path = sparse(tmp_path / "a.bin", layout)
     with open(path, "r+b") as file:
-        file.seek(blueprint.offsets["d"])
+        file.seek(layout.offsets["d"])
         file.write(struct.pack("<4q", 1, -2, 3, -4))
     index = torch_zip.index(path)
-    assert {name: entry.offset_bytes for name, entry in index.entries.items()} == blueprint.offsets
+    assert {name: entry.offset_bytes for name, entry in index.entries.items()} == layout.offsets
     assert (index.size_bytes > 13 << 30, index.metadata) == (True, {"k": "v"})
     loaded = torch.load(path, weights_only=True, mmap=True)
     assert loaded["d"].tolist() == [1, -2, 3, -4]

@@ -136,7 +136,7 @@ def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
         "--replicas",
         choices=("compare", "first"),
         default="compare",
-        help="compare replicated tensors (default), or take the first unseen",
+        help="compare replicas (default), or use the first copy without comparing",
     )
     group.add_argument("--quiet", action="store_true", help="print errors only")
     if not writes:
@@ -189,7 +189,7 @@ def checkpoint_of(args: argparse.Namespace, made: argparse.ArgumentParser) -> Pa
 
     here = Path(os.getcwd())
     if not is_checkpoint(follow(here)):
-        made.error(f"name a checkpoint; the current folder {here} is none")
+        made.error(f"no checkpoint in {here}; usage: {made.prog} DIR")
     return here
 
 

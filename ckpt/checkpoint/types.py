@@ -84,25 +84,25 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)  # lines that the user is to see
     random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
     has_optimizer: bool = False  # optimizer files lie here, whether they were read or not
-    unread_optimizer: str = ""  # why optimizer files here cannot be read; "" if nothing speaks so
+    unread_optimizer: str = ""  # why optimizer files here cannot be read; empty if they can
     unknown_model: str = ""  # why its config.json names no family; "" if it does, or there is none
     described_by: tuple[str, ...] = ()  # files without tensors that say what is where
     # path -> what tells of a change since it was read
     seen: dict[str, FileIdentity] = field(default_factory=dict)
     # What reading put off, since it takes a look into many files:
-    doubt: Callable[[], str] | None = None  # why the optimizer state cannot be trusted, or ""
+    check_optimizer: Callable[[], str] | None = None  # why it cannot be used; empty if it can
     headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad
     # CRC-32s recorded inside its files, where they are found otherwise than in a .bin or .pt
     blob_checksums: Callable[[], Iterator[RecordedChecksum]] | None = None
 
     def optimizer_fault(self) -> str:
-        """Why optimizer state here cannot be used, "" if it can. A few elements may be read.
+        """Why optimizer state here cannot be used; empty if it can. A few elements may be read.
 
         It ends with `WITHOUT`, which says how the commands go on.
         """
-        if self.doubt is not None and not self.unread_optimizer:
-            self.unread_optimizer = self.doubt()
-        self.doubt = None
+        if self.check_optimizer is not None and not self.unread_optimizer:
+            self.unread_optimizer = self.check_optimizer()
+        self.check_optimizer = None
         return self.unread_optimizer
 
     def checksums(self) -> Iterator[RecordedChecksum]:

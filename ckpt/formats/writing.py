@@ -54,7 +54,7 @@ class Writer(Protocol):
     TAKES: frozenset[str]  # of reshard's options that not every format has: those that it has
     WEIGHTS_ONLY: bool  # whole weights and nothing else: neither ranks nor training state
 
-    def design(self, order: WriteRequest, root: PurePath) -> Design:
+    def design(self, request: WriteRequest, root: PurePath) -> Design:
         """Every file below ``root``, sub-folders included, and where each logical tensor lies.
 
         Names that no row places are left to ``plan``, which reports them. What the format
@@ -62,7 +62,7 @@ class Writer(Protocol):
         """
         ...
 
-    def sides(self, order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+    def sides(self, request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
         """The text files, in the order in which they are written: after all others.
 
         Called twice: before anything is written without digests, and at the end.

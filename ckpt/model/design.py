@@ -25,7 +25,7 @@ class OutFile:
     """A file to be made."""
 
     path: str
-    blueprint: FileLayout
+    layout: FileLayout
 
 
 @dataclass(slots=True)
@@ -121,10 +121,10 @@ def _byte_faults(design: Design) -> Iterator[str]:
                 claims[view.file].append(_claim(view, fqn))
     for file in design.files:
         rows = claims[file.path]
-        size = file.blueprint.size_bytes
+        size = file.layout.size_bytes
         rows += [
             _Claim(at, at + len(data), (), len(data), "the header")
-            for at, data in file.blueprint.fixed
+            for at, data in file.layout.fixed
             if data
         ]
         rows.sort(key=lambda claim: (claim.start, claim.stop))
@@ -134,7 +134,7 @@ def _byte_faults(design: Design) -> Iterator[str]:
         tensors = [row for row in rows if row.says != "the header"]
         slots = [
             _Claim(at, at + SLOT_BYTES, (), SLOT_BYTES, "a checksum")
-            for checksum in file.blueprint.checksums
+            for checksum in file.layout.checksums
             for at in checksum.slots
         ]
         yield from _meetings(file.path, sorted([*tensors, *slots], key=lambda c: c.start))

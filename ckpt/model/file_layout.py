@@ -1,6 +1,6 @@
 """What a container says about a file: where each tensor's bytes lie.
 
-``Index`` describes a file that exists, ``Blueprint`` one that is to be made. Both
+``Index`` describes a file that exists, ``FileLayout`` one that is to be made. Both
 are plain values, so a whole conversion is planned before a byte is written.
 """
 

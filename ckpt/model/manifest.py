@@ -116,11 +116,11 @@ class Chunk:
 
 def locate(places: Iterable[Place]) -> None:
     """Find deferred places, many at once, so that no file is opened for each of them."""
-    late: dict[type[DeferredView], list[DeferredView]] = {}
+    deferred: dict[type[DeferredView], list[DeferredView]] = {}
     for place in places:
         if not isinstance(place, View):
-            late.setdefault(type(place), []).append(place)
-    for kind, found in late.items():
+            deferred.setdefault(type(place), []).append(place)
+    for kind, found in deferred.items():
         kind.find(found)
 
 

@@ -152,9 +152,9 @@ def resolve(made: Plan) -> Plan:
     bytes of its own: they would be written, or compared, without end.
     """
     every = (*made.copies, *made.replicas)
-    late = {p for c in every for p in (c.source, c.target) if not isinstance(p, View)}
-    if late:
-        locate(late)
+    deferred = {p for c in every for p in (c.source, c.target) if not isinstance(p, View)}
+    if deferred:
+        locate(deferred)
         copies, replicas = ([_found(c) for c in rows] for rows in (made.copies, made.replicas))
         made = Plan(copies, replicas, made.coverage)
     raise_all(

@@ -128,7 +128,7 @@ def in_threads(
                 thread.join(0.2)
     except BaseException:
         stop.set()
-        uninterrupted(lambda: _join(threads))  # else the stage goes while they write into it
+        uninterrupted(lambda: _join(threads))  # else the folder goes while they write into it
         raise
     if errors:
         raise errors[0]

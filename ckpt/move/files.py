@@ -170,19 +170,19 @@ class Files:
         self.dirty.clear()
 
 
-def create(path: str, blueprint: FileLayout, storage: Storage = LOCAL) -> None:
+def create(path: str, layout: FileLayout, storage: Storage = LOCAL) -> None:
     """Make a file at its full size with the bytes known now; the rest reads as zeros."""
     fd = -1
     try:
-        fd = storage.create(path, blueprint.size_bytes)
-        for offset, data in blueprint.fixed:
+        fd = storage.create(path, layout.size_bytes)
+        for offset, data in layout.fixed:
             view, done = memoryview(data), 0
             while done < len(data):
                 part = view[done : done + MAX_CALL_BYTES]
                 done += storage.write(fd, part, offset + done)
     except OSError as error:
         raise CheckpointError(
-            f"{path}: {error.strerror} ({blueprint.size_bytes} bytes are needed)"
+            f"{path}: {error.strerror} ({layout.size_bytes} bytes are needed)"
         ) from error
     finally:
         if fd >= 0:

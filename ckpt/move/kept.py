@@ -58,7 +58,7 @@ def mode_of(files: Iterable[str], within: StoragePath) -> int:
 
 def kept_fault(file: OutFile) -> str:
     """Why a file that was left is not the one that was made; empty if it is."""
-    size = file.blueprint.size_bytes
+    size = file.layout.size_bytes
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -69,8 +69,8 @@ def kept_fault(file: OutFile) -> str:
             return "is a link, or no regular file"
         if info.st_size != size:
             return f"{info.st_size} bytes, {size} were made"
-        slots = {at for checksum in file.blueprint.checksums for at in checksum.slots}
-        for offset, made in file.blueprint.fixed:
+        slots = {at for checksum in file.layout.checksums for at in checksum.slots}
+        for offset, made in file.layout.fixed:
             opened.seek(offset)
             found = bytearray(opened.read(len(made)))
             for slot in (slot for slot in slots if offset <= slot < offset + len(made)):

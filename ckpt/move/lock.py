@@ -40,7 +40,7 @@ class Record:
     space: str  # in which the process has its number
     pid: int
     started: str  # of the process, so that a number that is used again is noticed
-    stage: int = -1  # inode of the stage
+    staging: int = -1  # inode of the staging folder
     replaced: int = -1  # inode of the output that was to be replaced
     aside: str = ""  # name that the old output has for a moment, in the output's folder
 
@@ -80,7 +80,7 @@ class OutputLock:
     def _begin(self, before: Record | None) -> None:
         if before is not None:  # its leftovers are ours from now on
             self.record = replace(
-                self.record, stage=before.stage, replaced=before.replaced, aside=before.aside
+                self.record, staging=before.staging, replaced=before.replaced, aside=before.aside
             )
         self._write()
         self._thread = threading.Thread(target=self._renew, daemon=True)
@@ -154,9 +154,9 @@ class OutputLock:
             return ""
         return f"process {record.pid} on {record.host}, seen {max(0, age):.0f} seconds ago"
 
-    def note_stage(self, inode: int) -> None:
-        """Record the stage that this run has made."""
-        self.record = replace(self.record, stage=inode)
+    def note_staging(self, inode: int) -> None:
+        """Record the staging folder that this run has made."""
+        self.record = replace(self.record, staging=inode)
         self._write()
 
     def note_replaced(self, inode: int, aside: str) -> None:
@@ -246,7 +246,7 @@ def _last(fd: int) -> Record | None:
     for line in reversed(lines):
         with contextlib.suppress(ValueError, TypeError):
             found = Record(**json.loads(line))
-            kinds = [type(getattr(found, key)) for key in ("pid", "stage", "replaced")]
+            kinds = [type(getattr(found, key)) for key in ("pid", "staging", "replaced")]
             if kinds == [int] * 3 and isinstance(found.aside, str):
                 return found
     return None

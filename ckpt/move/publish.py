@@ -32,12 +32,12 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 published: list[Path] = []  # what this process has made visible, for a run that is interrupted
 
 
-def stage_of(output: Path) -> Path:
+def staging_folder(output: Path) -> Path:
     """The hidden folder in which an output grows."""
     return output.parent / f".{output.name}.partial"
 
 
-def nobodys(stage: Path) -> bool:
+def nobodys(folder: Path) -> bool:
     """The usual `is_ours`: a folder that nothing marks as this tool's is a user's."""
     return False
 
@@ -47,8 +47,8 @@ class OutputTransaction:
 
     ``output`` is the final path: a folder, or a single file where ``single`` is given.
     ``fingerprint`` stands for plan, options and sources: a journal with another one is not
-    continued. With ``resume`` an interrupted stage is kept for the next run. ``is_ours`` is asked
-    about a folder that stands in the stage's place and has no journal: whether it may be emptied.
+    continued. With ``resume`` an interrupted staging folder is kept for the next run. ``is_ours``
+    is asked about a folder of its name that has no journal: whether it may be emptied.
     ``mode`` are the permissions of files; the output folder's follow from them.
 
     Several processes may write into ``path``; one of them holds the transaction and publishes
@@ -68,7 +68,7 @@ class OutputTransaction:
         mode: int = 0o666,
     ) -> None:
         self.output = output
-        self.path = stage_of(output)
+        self.path = staging_folder(output)
         self.fingerprint = fingerprint
         self.single = single
         self.overwrite = overwrite
@@ -97,7 +97,7 @@ class OutputTransaction:
         self.close(failed=error is not None)
 
     def open(self) -> None:
-        """Take the lock and make the stage, or go on with the one that a run left."""
+        """Take the lock and make the staging folder, or go on with the one that a run left."""
         with told(self.output):
             if not self._has_leftovers():
                 self._check_output()
@@ -123,7 +123,7 @@ class OutputTransaction:
         with told(self.path):
             self._restore(before)
             self._check_output()
-            self._make_stage()
+            self._make_staging()
             self._open_journal()
 
     def _check_output(self) -> None:
@@ -139,7 +139,7 @@ class OutputTransaction:
         """Undo or finish what a run that was killed left, as far as its lock says so.
 
         Between the two renames of `_exchange` there is no output, and the old one lies aside.
-        After it, the old one lies in the stage's place.
+        After it, the old one lies in the staging folder's place.
         """
         if before is None:
             return
@@ -150,19 +150,19 @@ class OutputTransaction:
                 os.rename(aside, self.output)
         if _inode(self.path) == before.replaced:
             tree.remove(self.path)
-        elif _inode(self.path) == before.stage and not (self.path / JOURNAL).exists():
+        elif _inode(self.path) == before.staging and not (self.path / JOURNAL).exists():
             tree.remove(self.path)  # killed while it was made or published
 
-    def _make_stage(self) -> None:
+    def _make_staging(self) -> None:
         try:
             os.mkdir(self.path, 0o700)
         except FileExistsError:
-            self._check_stage()
+            self._check_staging()
             self._check_ours()
             os.chmod(self.path, 0o700)
-        self.lock.note_stage(_inode(self.path))
+        self.lock.note_staging(_inode(self.path))
 
-    def _check_stage(self) -> None:
+    def _check_staging(self) -> None:
         """A folder that is there already may be used if it is this user's own, and no link.
 
         Others must not be able to write into it: what they put there would be published.
@@ -239,7 +239,7 @@ class OutputTransaction:
 
         ``is_made`` is asked about each file by its path below the output. Files are linked, so
         that old and new output both have them until the old one is removed; a file of the same
-        path in the stage wins. Call it once the stage is complete, before `publish`.
+        path in the staging folder wins. Call it once that is complete, before `publish`.
         """
         if not self.output.is_dir():
             return
@@ -275,7 +275,7 @@ class OutputTransaction:
             tree.sync_names(self.output.parent)
 
     def _restrict(self) -> None:
-        """Take permissions that ``mode`` does not have from every file and folder of the stage."""
+        """Take permissions that ``mode`` does not have from all that is to be published."""
         if self.mode == 0o666:
             return
         for folder, names in tree.walk(self.path):
@@ -295,7 +295,7 @@ class OutputTransaction:
         _exchange(self.path, self.output, self.output.parent / aside)
 
     def close(self, *, failed: bool = False) -> None:
-        """Give the lock back; without `publish` the stage is removed, or kept to resume."""
+        """Give the lock back; unpublished, the staging folder is removed, or kept to resume."""
         if self._is_published() and self.output not in published:
             published.append(self.output)  # interrupted between the rename and the next line
         try:
@@ -307,14 +307,14 @@ class OutputTransaction:
             uninterrupted(self._leave)
 
     def _discard(self) -> None:
-        """Remove the stage, empty or with the output that was replaced, as far as possible."""
+        """Remove the staging folder, which may hold the replaced output, as far as possible."""
         with contextlib.suppress(OSError, CheckpointError):
             self.lock.check()  # else the folder is another run's
             os.chmod(self.path, 0o700)
             tree.remove(self.path, keep=JOURNAL)
 
     def _leave(self) -> None:
-        """Give back what was taken, whatever went wrong; an empty stage is not kept."""
+        """Give back what was taken, whatever went wrong; an empty staging folder is not kept."""
         with contextlib.suppress(OSError):
             self._close_journal()
         if self._locked and not self._is_published():

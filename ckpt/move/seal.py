@@ -41,7 +41,7 @@ class ChecksumFollower:
             rows.sort()
             self._trails[path].starts.extend(start for start, _ in rows)
             self._trails[path].units.extend(index for _, index in rows)
-        self.active = checksum or any(file.blueprint.checksums for file in design.files)
+        self.active = checksum or any(file.layout.checksums for file in design.files)
 
     def finish(self, index: int) -> None:
         """All bytes of a unit are in their files."""
@@ -88,14 +88,14 @@ class _Trail:
 
     def __init__(self, file: OutFile, finished: bytearray, checksum: bool) -> None:
         self.path = file.path
-        self.size = file.blueprint.size_bytes
+        self.size = file.layout.size_bytes
         self.starts = array("q")  # first byte of each unit in this file, rising
         self.units = array("q")  # the units' numbers in the same order
         self._finished = finished  # by unit
         self._lock = threading.Lock()
         self._first = 0  # position of the first unit that was not finished when we looked
         self._ranges: list[Checksum] = sorted(
-            file.blueprint.checksums, key=lambda c: c.offset_bytes + c.length_bytes
+            file.layout.checksums, key=lambda c: c.offset_bytes + c.length_bytes
         )
         self._open = _lowest_slots(self._ranges, self.size)
         self._sealed = 0  # ranges whose slots are filled

@@ -2,7 +2,7 @@
 
 Containers, formats and the executor know files only through a ``Storage``, so that another one,
 in memory or remote, needs no change of theirs. Readers hold a ``StoragePath``: it has the methods
-of ``pathlib`` that they need, asks its storage, and turns refusals into ``CheckpointError``. A file
+of ``pathlib`` that they need, asks its storage, and turns OSError into ``CheckpointError``. A file
 is looked at once it is open, and never more of it is read than the size that it had then: a pipe,
 a device or a kernel's file, which has no size, can neither block nor go on without end.
 """

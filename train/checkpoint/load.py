@@ -90,7 +90,7 @@ def load(
     _fill(source, held.weights() + [h for h in moments if h.live.state in loads], held)
     if held.optimizer is not None and "master" in kinds - loads:
         held.optimizer.refresh_masters()
-        log("masters were refreshed from the loaded weights")
+        log("fp32 master weights initialised from the model")
     random = _restore_random(ckpt, held, seed, log) if not weights_only else False
     had_moments = with_optimizer and not fresh
     state = training_state.from_json(ckpt.manifest.state)

@@ -38,7 +38,7 @@ class RankFiles:
     """What a rank writes of one save; tensors are in host memory."""
 
     held: RankState
-    stage: Path  # where the files go
+    folder: Path  # where the files go
     parts: tuple[_Part, ...]  # weights, optimizer state
     random: _Random
 
@@ -63,7 +63,7 @@ class _Random:
 
 
 def snapshot(
-    held: RankState, stage: Path, step: int, memory: HostMemory | None, weights_only: bool
+    held: RankState, folder: Path, step: int, memory: HostMemory | None, weights_only: bool
 ) -> RankFiles:
     """Copy to host memory what this rank saves: what it owns, and its optimizer share."""
     target, parts = held.target(step), []
@@ -81,7 +81,7 @@ def snapshot(
     )
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
-    return RankFiles(held, stage, tuple(parts), random)
+    return RankFiles(held, folder, tuple(parts), random)
 
 
 def _part(
@@ -103,7 +103,7 @@ def _range(tensor: LiveTensor) -> list[int]:
 def write_files(made: RankFiles) -> list[tuple[str, int, str]]:
     """Create, fill, sync and digest the files: name, size in bytes and xxh3-128 of each."""
     design = _design(made)
-    check_design(design, made.stage, ())
+    check_design(design, made.folder, ())
     copies = _copies(made, design)
     buffers = {
         tensor.key: bytes_of(copy.contiguous())
@@ -111,7 +111,7 @@ def write_files(made: RankFiles) -> list[tuple[str, int, str]]:
         for tensor, copy in zip(part.tensors, part.copies, strict=True)
     }
     for file in design.files:
-        files.create(file.path, file.blueprint)
+        files.create(file.path, file.layout)
     found: list[tuple[str, int, str]] = []
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
@@ -122,7 +122,7 @@ def write_files(made: RankFiles) -> list[tuple[str, int, str]]:
         mover.files.sync()
         for file in design.files:
             mark = files.digest(file.path, mover.files)
-            found.append((Path(file.path).name, file.blueprint.size_bytes, mark))
+            found.append((Path(file.path).name, file.layout.size_bytes, mark))
 
     run_units(units(copies), Budget(1), each, finish=finish, buffers=buffers)
     return found
@@ -134,7 +134,7 @@ def _design(made: RankFiles) -> Design:
     for part in made.parts:
         specs = [Spec(t.key, t.dtype, t.shape) for t in part.tensors]
         layout = safetensors.layout(specs, part.metadata)
-        path = str(made.stage / part.name)
+        path = str(made.folder / part.name)
         out.append(OutFile(path, layout))
         for tensor in part.tensors:
             span = None if tensor.whole else (tensor.start, tensor.stop)
@@ -142,7 +142,7 @@ def _design(made: RankFiles) -> Design:
             builder.add(tensor.state, tensor.placed, path, at, tensor.dtype, span)
     specs = [Spec(k, dtype_of(t), tuple(t.shape)) for k, t in made.random.tensors.items()]
     layout = safetensors.layout(specs, made.random.metadata)
-    out.append(OutFile(str(made.stage / made.random.name), layout))
+    out.append(OutFile(str(made.folder / made.random.name), layout))
     return Design(out, builder.manifest())
 
 
@@ -153,7 +153,7 @@ def _copies(made: RankFiles, design: Design) -> list[Copy]:
     copies = plan(source, design.manifest, share=True, part=True).copies
     have = sum(copy.numel() * copy.element_size() for part in made.parts for copy in part.copies)
     planned = sum(copy.nbytes for copy in copies)
-    assert planned == have, f"{made.stage}: {planned} bytes are planned of {have}"
+    assert planned == have, f"{made.folder}: {planned} bytes are planned of {have}"
     return copies
 
 
@@ -162,5 +162,5 @@ def _write_random(made: RankFiles, opened: files.Files) -> None:
     specs = [Spec(k, dtype_of(t), tuple(t.shape)) for k, t in made.random.tensors.items()]
     layout = safetensors.layout(specs, made.random.metadata)
     for name, tensor in made.random.tensors.items():
-        path = str(made.stage / made.random.name)
+        path = str(made.folder / made.random.name)
         opened.write(path, layout.offsets[name], bytes_of(tensor.contiguous()))

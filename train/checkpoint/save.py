@@ -29,7 +29,7 @@ from shardwright.ckpt.model.design import Design, OutFile, check_design
 from shardwright.ckpt.model.file_layout import FileLayout
 from shardwright.ckpt.model.manifest import Manifest, SideFile
 from shardwright.ckpt.move import tree
-from shardwright.ckpt.move.publish import OutputTransaction, stage_of
+from shardwright.ckpt.move.publish import OutputTransaction, staging_folder
 from shardwright.ckpt.reader import LATEST
 
 from ..errors import TrainError
@@ -118,7 +118,7 @@ class Saver:
         if self.memory is not None:
             self.memory.clear()
         try:
-            files = snapshot(self.held, stage_of(final), step, self.memory, self.weights_only)
+            files = snapshot(self.held, staging_folder(final), step, self.memory, self.weights_only)
         except BaseException:
             if output is not None:
                 output.close(failed=True)
@@ -132,7 +132,7 @@ class Saver:
         """Rank 0 locks and empties the staging folder; TrainError on every rank if it cannot."""
         output, why = None, ""
         if self.held.rank == 0:
-            output = OutputTransaction(final, overwrite=True, is_ours=_is_stage)
+            output = OutputTransaction(final, overwrite=True, is_ours=_is_ours)
             try:
                 output.open()
             except CheckpointError as error:
@@ -283,7 +283,7 @@ def _is_made(name: str) -> bool:
     return name == shard_names.CHECKPOINT or name.startswith(_RANK_FILES)
 
 
-def _is_stage(folder: Path) -> bool:
+def _is_ours(folder: Path) -> bool:
     """Whether an older release, which kept no journal, left this folder."""
     return any(name.startswith(_RANK_FILES) for name in os.listdir(folder))
 

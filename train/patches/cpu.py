@@ -141,7 +141,7 @@ def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
 
 
 def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed CUDA, that is, us
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would call the patched one
 
 
 def _redirect_cuda() -> None:

@@ -124,8 +124,8 @@ def beside_file(result: Result, path: str | None, file: str) -> list[str]:
     words += ["--machine-rank", "RANK"] if result.request.cluster.nodes > 1 else []
     words += ["--optimizer", p.optimizer] if p.optimizer != "adamw" else []
     return [
-        f"Accelerate's form has no key for the micro-batch size, which is {p.micro}: say it beside "
-        "the file,",
+        "Accelerate's YAML cannot store the micro-batch size; also pass --micro-batch-size "
+        f"{p.micro}:",
         "  " + " ".join([*words, *_REST]),
         f"or in a script as DataLoader(..., batch_size={p.micro}).",
     ]

@@ -24,7 +24,7 @@ from .pipeline import balanced
 MICRO = (1, 2, 4, 8, 16)  # micro-batch sizes that are tried
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)  # chunks of a stage that are tried
 MOST = 1_000_000_000  # of GPUs, tokens or sequences: arithmetic with more is no estimate
-ALIKE = 1.05  # the estimate's own error: times this near are no reason against a simpler layout
+ALIKE = 1.05  # the estimate's own error: prefer the simpler layout within 5 %
 
 
 def _llama(h: int, layers: int, heads: int, groups: int, f: int) -> dict[str, Any]:

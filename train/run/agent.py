@@ -50,7 +50,7 @@ def run() -> int:
     return 0
 
 
-# What is most often behind an end by a signal.
+# Likely causes when a rank dies from a signal.
 _OFTEN = {
     -signal.SIGKILL: "killed from outside, often by the kernel for lack of host memory (dmesg "
     "says so); fewer ranks per machine or a smaller model need less",

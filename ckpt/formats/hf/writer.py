@@ -33,38 +33,38 @@ TAKES = frozenset({"--safe-serialization", "--max-shard-size", "--from-master"})
 WEIGHTS_ONLY = True
 
 
-def design(order: WriteRequest, root: PurePath) -> Design:
+def design(request: WriteRequest, root: PurePath) -> Design:
     """The files below ``root``, and the index where there are several."""
-    metas = _wanted(order)
-    whole = order.whole
+    metas = _wanted(request)
+    whole = request.whole
     groups = [list(metas)] if whole.file_name else _split(metas, whole.max_shard_bytes)
     names = [whole.file_name] if whole.file_name else file_names(len(groups), safe=whole.safe)
     files, chunks, where = [], Chunks(), {}
     for name, fqns in zip(names, groups, strict=True):
         specs = [Spec(fqn, metas[fqn].dtype, metas[fqn].shape) for fqn in fqns]
         path = root / name
-        blueprint = container_of(path).layout(specs, {})
-        files.append(OutFile(str(path), blueprint))
+        layout = container_of(path).layout(specs, {})
+        files.append(OutFile(str(path), layout))
         for fqn in fqns:
             meta = metas[fqn]
             strides = row_major(meta.shape)
-            view = View(str(path), blueprint.offsets[fqn], meta.shape, strides, meta.dtype)
+            view = View(str(path), layout.offsets[fqn], meta.shape, strides, meta.dtype)
             chunks.add(Chunk(fqn, full(meta.shape), view))
             where[fqn] = name
     index = (_index_file(where, metas, whole.safe),) if len(groups) > 1 else ()
-    return Design(files, Manifest(metas, chunks.by_name, {}, index), notes=_notes(order))
+    return Design(files, Manifest(metas, chunks.by_name, {}, index), notes=_notes(request))
 
 
-def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
     """What travels along, the index, and digests; nothing beside a single file."""
-    if order.whole.file_name:
+    if request.whole.file_name:
         return []
-    return [*order.sides, *made.manifest.side_files, *checksums(files)]
+    return [*request.sides, *made.manifest.side_files, *checksums(files)]
 
 
-def _wanted(order: WriteRequest) -> dict[str, TensorMeta]:
+def _wanted(request: WriteRequest) -> dict[str, TensorMeta]:
     """The logical tensors to write; `plan` reports those that the source lacks."""
-    model, metas = order.source.model, order.metas
+    model, metas = request.source.model, request.metas
     if model is None:
         return {f: m for f, m in metas.items() if category_of(f) == "" and not is_padding(f)}
     shapes = shapes_of(model)
@@ -74,8 +74,8 @@ def _wanted(order: WriteRequest) -> dict[str, TensorMeta]:
     }
 
 
-def _notes(order: WriteRequest) -> list[str]:
-    source = order.source
+def _notes(request: WriteRequest) -> list[str]:
+    source = request.source
     if source.manifest.state or source.has_optimizer or source.random_states:
         return ["optimizer and training state left out: Hugging Face files do not hold them"]
     return []

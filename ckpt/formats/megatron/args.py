@@ -53,8 +53,8 @@ def model_from_args(
     model = model_from(config, origin)
     if options.vocab_size is None:
         notes.append(
-            f"args do not say how many of the {padded_vocab} vocabulary rows are true ones; all "
-            "are kept (--vocab-size N or --config HF_DIR cuts them)"
+            f"true vocabulary size unknown; kept all {padded_vocab} rows (--vocab-size N or "
+            "--config HF_DIR cuts them)"
         )
     return model, config, notes
 

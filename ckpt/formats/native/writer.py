@@ -27,12 +27,12 @@ TAKES = frozenset({"--pp-layers", "--vpp", "--safe-serialization"})
 WEIGHTS_ONLY = False
 
 
-def design(order: WriteRequest, root: PurePath) -> Design:
+def design(request: WriteRequest, root: PurePath) -> Design:
     """Every rank's files below ``root``.
 
     Optimizer states are placed for exactly the tensors that have them.
     """
-    target, metas = order.target, order.metas
+    target, metas = request.target, request.metas
     here = Placement.written(target.model, target.mesh, target.vocab_multiple)
     writer = _Collector(target, metas, root, here)
     files = [(coord, list(here.held(shards_of(coord)).values())) for coord in here.mesh.coords()]
@@ -44,32 +44,34 @@ def design(order: WriteRequest, root: PurePath) -> Design:
             writer.optimizer_files(coord, rows, states)
     raise_all(writer.dtypes.faults, "these tensors cannot be packed")
     tied = here.tied_copies * (1 + len(states))
-    return Design(writer.files, writer.builder.manifest(), tied, _notes(order))
+    return Design(writer.files, writer.builder.manifest(), tied, _notes(request))
 
 
-def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
     """Random states where the layout is the source's, what travels along, checkpoint.json."""
-    target = order.target
+    target = request.target
     padded = padded_vocab(
         target.model.sizes["vocab"], target.vocab_multiple, target.mesh.size("tp")
     )
-    state = {} if order.weights_only else order.state
-    text = checkpoint_json(target, state, padded, TO_TORCH[main_dtype(order.metas)], files)
-    random = order.source.random_states if _same_layout(order) and not order.weights_only else ()
-    return [*random, *order.sides, SideFile(CHECKPOINT, text=text)]
+    state = {} if request.weights_only else request.state
+    text = checkpoint_json(target, state, padded, TO_TORCH[main_dtype(request.metas)], files)
+    random = (
+        request.source.random_states if _same_layout(request) and not request.weights_only else ()
+    )
+    return [*random, *request.sides, SideFile(CHECKPOINT, text=text)]
 
 
-def _notes(order: WriteRequest) -> list[str]:
-    random = order.source.random_states
-    if not random or order.weights_only or _same_layout(order):
+def _notes(request: WriteRequest) -> list[str]:
+    random = request.source.random_states
+    if not random or request.weights_only or _same_layout(request):
         return []
     return [
         f"dropped {len(random)} random_states files: they belong to the ranks of the old layout"
     ]
 
 
-def _same_layout(order: WriteRequest) -> bool:
-    source, target = order.source, order.target
+def _same_layout(request: WriteRequest) -> bool:
+    source, target = request.source, request.target
     return (
         source.format == NAME
         and source.mesh == target.mesh
@@ -149,10 +151,10 @@ class _Collector:
     ) -> None:
         path = str(self.root / file_name(kind, coord, self.suffix))
         table = {**rank_metadata(self.target, coord), **metadata}
-        blueprint = container(self.suffix).layout(specs, table)
-        self.files.append(OutFile(path, blueprint))
+        layout = container(self.suffix).layout(specs, table)
+        self.files.append(OutFile(path, layout))
         for spec, (state, placed, span) in zip(specs, rows, strict=True):
-            at = blueprint.offsets[spec.name]
+            at = layout.offsets[spec.name]
             self.builder.add(state, placed, path, at, spec.dtype, span)
 
 

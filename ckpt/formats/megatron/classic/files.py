@@ -399,10 +399,10 @@ def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
     notes = []
     if accelerate:
         notes.append(
-            f"left behind: {_listed(accelerate)} (Accelerate's states of one run's processes)"
+            f"not copied: {_listed(accelerate)} (Accelerate's states of one run's processes)"
         )
     if rest:
-        notes.append(f"left behind, neither weights nor text: {_listed(rest)}")
+        notes.append(f"not copied: {_listed(rest)}")
     found = [side for side in found if side.name not in sides]
     return [SideFile(name, str(path / name)) for name in sides] + found, notes
 

@@ -46,15 +46,15 @@ _GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
 
-def design(order: WriteRequest, root: PurePath) -> Design:
+def design(request: WriteRequest, root: PurePath) -> Design:
     """Every rank's files below ``root``."""
-    return Writer(order, root).design()
+    return Writer(request, root).design()
 
 
-def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
     """What travels along, digests, and the tracker file last."""
-    kept = [s for s in order.sides if s.name != TRACKER]
-    step = order.target.step
+    kept = [s for s in request.sides if s.name != TRACKER]
+    step = request.target.step
     tracker = SideFile(TRACKER, text="release" if step is None else str(step))
     return [*kept, *checksums(files), tracker]
 
@@ -72,14 +72,14 @@ class _Row:
 class Writer:
     """Collects the files of all ranks."""
 
-    def __init__(self, order: WriteRequest, root: PurePath) -> None:
-        target = order.target
-        self.order, self.target = order, target
+    def __init__(self, request: WriteRequest, root: PurePath) -> None:
+        target = request.target
+        self.request, self.target = request, target
         self.here = Placement.written(target.model, target.mesh, target.vocab_multiple)
-        self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(order.metas)
+        self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(request.metas)
         self.files: list[OutFile] = []
         self.folder = root / megatron_files.iteration_name(target.step)
-        self.state = TrainingState.of(order.state, str(order.source.path))
+        self.state = TrainingState.of(request.state, str(request.source.path))
         self.saved: Mapping[str, Any] = self.state.megatron
         source = self.saved.get("args")
         self.source_args: Mapping[str, object] = source if isinstance(source, dict) else {}
@@ -89,12 +89,12 @@ class Writer:
         self.stages = [runs(layers) or [()] for layers in owned]
         self.vpp = max(len(chunks) for chunks in self.stages)
         self._check_stages()
-        states = [] if order.weights_only else STATES
-        self.states = [s for s in states if any(f.startswith(s + "/") for f in order.metas)]
+        states = [] if request.weights_only else STATES
+        self.states = [s for s in states if any(f.startswith(s + "/") for f in request.metas)]
         self.notes: list[str] = []
         self.args = self._args()
         self.schedulers = run_state.schedulers(self.state, self.notes) if self.states else {}
-        if not order.weights_only:
+        if not request.weights_only:
             run_state.say_what_is_lost(self.state, self.notes)
 
     def _check_stages(self) -> None:
@@ -126,15 +126,15 @@ class Writer:
             padded_vocab=self.here.padded,
             vocab_multiple=target.vocab_multiple,
             distributed=target.sharded,
-            dtype=main_dtype(self.order.metas),
+            dtype=main_dtype(self.request.metas),
             transformer_engine=self.fused,
-            origin=str(self.order.source.path),
-            allow_incomplete=self.order.allow_incomplete_args,
+            origin=str(self.request.source.path),
+            allow_incomplete=self.request.allow_incomplete_args,
             notes=self.notes,
         )
         if target.step is not None:
             made["iteration"] = target.step
-        return made if self.order.weights_only else made | run_state.progress_args(self.state)
+        return made if self.request.weights_only else made | run_state.progress_args(self.state)
 
     def design(self) -> Design:
         for coord in self.here.mesh.coords():
@@ -200,15 +200,15 @@ class Writer:
             )
             tree |= self.schedulers
         tree |= run_state.operations(self.state)
-        blueprint = self._file(folder / FILES[0], tree)
+        layout = self._file(folder / FILES[0], tree)
         path = str(folder / FILES[0])
         for row in rows:
-            self._chunks(path, blueprint, "", row, f"model/{row.param.name}")
+            self._chunks(path, layout, "", row, f"model/{row.param.name}")
             if not self.target.sharded:
                 for state in row.states:
                     key = f"{state}/{row.param.name}"
-                    if key in blueprint.offsets:
-                        self._chunks(path, blueprint, state, row, key)
+                    if key in layout.offsets:
+                        self._chunks(path, layout, state, row, key)
         if self.states and self.target.sharded:
             self._flat(coord, folder / FLAT, rows)
 
@@ -218,9 +218,9 @@ class Writer:
         return at["tp"] + at["pp"] * self.tp * self.target.dp
 
     def _file(self, path: PurePath, tree: object) -> FileLayout:
-        blueprint = torch_zip.layout_tree(tree)
-        self.files.append(OutFile(str(path), blueprint))
-        return blueprint
+        layout = torch_zip.layout_tree(tree)
+        self.files.append(OutFile(str(path), layout))
+        return layout
 
     def _model(self, rows: Sequence[_Row]) -> dict[str, object]:
         """Names as the module has them, with the empty ``_extra_state`` of linear layers."""
@@ -274,7 +274,7 @@ class Writer:
         buckets = megatron_optim.assigned(groups, params)
         if buckets is None:
             raise CheckpointError(
-                f"{self.order.source.path}: its {len(groups)} param groups do not say which "
+                f"{self.request.source.path}: its {len(groups)} param groups do not say which "
                 "parameters they hold; pass --weights-only to go on without the optimizer"
             )
         return [[by_name[p.name] for p in bucket] for bucket in buckets]
@@ -347,8 +347,8 @@ class Writer:
         ]
         if lacking:
             raise CheckpointError(
-                f"{self.order.source.path}: {lacking[0]}: half-precision weights with moments and "
-                "no fp32 masters, which Megatron-LM's optimizer needs; pass --weights-only, or "
+                f"{self.request.source.path}: {lacking[0]}: half-precision weights with moments "
+                "and no fp32 masters, which Megatron-LM's optimizer needs; pass --weights-only, or "
                 "--dtype fp32"
             )
 
@@ -366,7 +366,7 @@ class Writer:
         for row in rows:
             if not row.states:
                 raise CheckpointError(
-                    f"{self.order.source.path}: {row.param.name} has no optimizer state, which "
+                    f"{self.request.source.path}: {row.param.name} has no optimizer state, which "
                     "flat buffers need for every parameter; pass --weights-only"
                 )
             pools.setdefault((row.param.chunk, row.param.dtype), []).append(row)
@@ -387,20 +387,20 @@ class Writer:
             values["numel_unpadded"] = flat.length
             pair = (Global("torch", TO_TORCH[dtype]), Global("torch", "float32"))
             tree[number] = {pair: values}
-        blueprint = self._file(path, tree)
+        layout = self._file(path, tree)
         for name, row, start in laid:
             key = name.partition(".")[2]
             state = "master" if key == "param" else key
             if state == "master" and row.param.dtype == "F32":
                 state = ""  # the master of an fp32 weight is that weight again
-            self._chunks(str(path), blueprint, state, row, name, start)
+            self._chunks(str(path), layout, state, row, name, start)
 
     def _chunks(
-        self, path: str, blueprint: FileLayout, state: str, row: _Row, key: str, start: int = 0
+        self, path: str, layout: FileLayout, state: str, row: _Row, key: str, start: int = 0
     ) -> None:
         """A stored tensor's pieces; it begins ``start`` elements into the file's tensor."""
         dtype = row.states[state] if state else row.param.dtype
-        offset = blueprint.offsets[key] + start * ITEMSIZE[dtype]
+        offset = layout.offsets[key] + start * ITEMSIZE[dtype]
         self.builder.add(state, row.placed, path, offset, dtype)
 
 

@@ -218,7 +218,7 @@ class _Reader:
         if self.options.weights_only:
             tensors = [t for t in tensors if not _OPTIMIZER.match(t.name)]
         else:
-            result.doubt = partial(
+            result.check_optimizer = partial(
                 _shifted_masters, self.folder, list(self.builder.here.shapes),
                 {**self.builder.chunks.by_name, **self.repeats.chunks.by_name},
             )  # fmt: skip

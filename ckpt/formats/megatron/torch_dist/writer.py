@@ -44,15 +44,15 @@ _EMPTY = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear
           "mlp.linear_fc2")  # fmt: skip
 
 
-def design(order: WriteRequest, root: PurePath) -> Design:
+def design(request: WriteRequest, root: PurePath) -> Design:
     """Every file of the iteration below ``root``."""
-    return _Writer(order, root).design()
+    return _Writer(request, root).design()
 
 
-def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
+def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
     """What travels along, digests, the description that marks a finished save, and the tracker."""
-    kept = [s for s in order.sides if s.name not in (TRACKER, DESCRIBES)]
-    step = order.target.step
+    kept = [s for s in request.sides if s.name not in (TRACKER, DESCRIBES)]
+    step = request.target.step
     return [
         *kept,
         *checksums(files),
@@ -64,9 +64,9 @@ def sides(order: WriteRequest, made: Design, files: Written) -> list[SideFile]:
 class _Writer:
     """Collects blobs, and what ``.metadata`` says of them."""
 
-    def __init__(self, order: WriteRequest, root: PurePath) -> None:
-        self.order, self.target = order, order.target
-        self.classic = megatron_out.Writer(order, root)  # args, groups and padding are its
+    def __init__(self, request: WriteRequest, root: PurePath) -> None:
+        self.request, self.target = request, request.target
+        self.classic = megatron_out.Writer(request, root)  # args, groups and padding are its
         self.states = self.classic.states
         self.folder = root / iteration_name(self.target.step)
         model = self.target.model
@@ -74,7 +74,7 @@ class _Writer:
         layout = {**default_layout(model.family), "glu": "flat"}
         here = Placement.of(model, one, layout, self.classic.here.padded)
         (self.rows,) = here.placed.values()
-        self.builder, self.dtypes = ChunkBuilder(here), StoredDtypes(order.metas)
+        self.builder, self.dtypes = ChunkBuilder(here), StoredDtypes(request.metas)
         self.layers = model.sizes["layer"]
         self.parts: list[FileLayout] = []  # of the blobs' file, with offsets from its start
         self.at = 0

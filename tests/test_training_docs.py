@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "training.md").read_text()
 
 
-def _tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -26,7 +26,12 @@ def _tables() -> ModuleType:
 
 
 def test_the_tables_are_those_of_the_code() -> None:
-    assert _tables().page(PAGE) == PAGE, "run python docs/tables.py"
+    assert _script("tables").page(PAGE) == PAGE, "run python docs/tables.py"
+
+
+def test_the_tree_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "tree.md").read_text()
+    assert _script("tree").page() == page, "run python docs/tree.py"
 
 
 def test_every_member_that_scripts_use_is_named() -> None:

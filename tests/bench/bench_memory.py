@@ -104,7 +104,7 @@ def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: i
     rows = batches({"micro": micro, "count": count}, parallel.device, config["vocab_size"])
     for _ in range(2):
         engine.zero_grad()
-        engine.forward_backward(rows)
+        engine.forward_backward(rows, reduce=True)
         engine.step()
     torch.cuda.synchronize()
     most = torch.cuda.max_memory_allocated()

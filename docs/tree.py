@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_name("tree.md")
 HEAD = """# Every module
 
-What each file of `ckpt/`, `train/` and `tools/` is for, in its own words; `python docs/tree.py` writes
-this page. [design.md](design.md) says which package may import which.
+The first sentence of each file in `ckpt/`, `train/` and `tools/`; `python docs/tree.py` writes this
+page. [design.md](design.md) says which package may import which.
 """
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from .checkpoint.types import Checkpoint
 from .containers import torch_zip
 from .errors import raise_all
+from .model.dtypes import HALF
 from .model.file_layout import RecordedChecksum
 from .model.manifest import STATES, category_of, is_padding
 from .move.progress import human
@@ -145,16 +146,15 @@ _PAIR = ("exp_avg", "exp_avg_sq")  # Adam's moments: it keeps both for a tensor,
 def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
     """(faults, warnings) of optimizer state that some weights have and others lack.
 
-    A weight with one moment of Adam's two is damage. Other states may be for some weights alone
-    (Muon's momentum is for matrices). One with none may have been frozen, which files do not
-    record: a warning.
+    A weight with one moment of Adam's two is damage, and so is a half-precision one with moments
+    and no master beside others that have one. Other states may be for some weights alone (Muon's
+    momentum is for matrices). One with none was frozen, or its state was lost: a warning where
+    files do not record which weights the run trained.
     """
     names = [f for f in ckpt.manifest.tensors if not is_padding(f)]
     held = {s: {f[len(s) + 1 :] for f in names if category_of(f) == s} for s in STATES}
     weights = [f for f in names if category_of(f) == ""]
-    moments = {state: have for state, have in held.items() if have and state != "master"}
-    if not moments:
-        return [], []
+    moments = set().union(*(have for state, have in held.items() if state != "master"))
     faults = []
     for state, other in (_PAIR, _PAIR[::-1]):
         lost = [f for f in weights if f in held[other] and f not in held[state]]
@@ -163,11 +163,18 @@ def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
                 f"{ckpt.path}: {state}: lacks {len(lost)} of the {len(held[other])} tensors that "
                 f"have {other}, first {lost[0]}"
             )
-    some = set.union(*moments.values())
-    bare = [f for f in weights if f not in some]
-    if not bare:
+    half = [f for f in weights if ckpt.manifest.tensors[f].dtype in HALF]
+    lost = [f for f in half if f in moments and f not in held["master"]]
+    if held["master"] and lost:
+        faults.append(
+            f"{ckpt.path}: master: lacks {len(lost)} of the {len(half)} half-precision weights, "
+            f"first {lost[0]}"
+        )
+    stated, trained = (moments, weights) if moments else (held["master"], half)
+    bare = [f for f in trained if f not in stated and f not in (ckpt.frozen or ())]
+    if not bare or not stated:
         return faults, []
-    return faults, [
-        f"warning: {len(bare)} of {len(weights)} weights have no optimizer state, first "
-        f"{bare[0]}: they were frozen, or it was lost"
-    ]
+    text = f"{len(bare)} of {len(trained)} weights have no optimizer state, first {bare[0]}"
+    if ckpt.frozen is not None:
+        return [*faults, f"{ckpt.path}: {text}: it was lost"], []
+    return faults, [f"warning: {text}: they were frozen, or it was lost"]

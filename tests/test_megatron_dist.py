@@ -472,11 +472,6 @@ def _negative(root: Path) -> None:
     _edit(root, point)
 
 
-def _a_moment_less(root: Path) -> None:
-    name = SHIFTED.replace(".param.", ".exp_avg.")
-    _edit(root, lambda m: m.state_dict_metadata.pop(name))
-
-
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (_unfinished, r"iter_0000003: an unfinished save \(metadata\.json.*--iteration N"),
     (_of_backend("zarr"), r"metadata\.json: sharded_backend is 'zarr'.*--ckpt-format torch_dist"),
@@ -504,7 +499,6 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (_no_embedding, r"\.metadata: names no embedding\.word_embeddings\.weight"),
     (_no_table, r"\.metadata: is no Metadata"),
     (_negative, "bytes -5 to"),
-    (_a_moment_less, r"exp_avg/.*down_proj"),
 ]  # fmt: skip
 
 

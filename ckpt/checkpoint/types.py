@@ -84,6 +84,8 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)  # lines that the user is to see
     random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
     has_optimizer: bool = False  # optimizer files lie here, whether they were read or not
+    # weights that the run did not train, and that so have no optimizer state; None: nothing says
+    frozen: frozenset[str] | None = None
     unread_optimizer: str = ""  # why optimizer files here cannot be read; empty if they can
     unknown_model: str = ""  # why its config.json names no family; "" if it does, or there is none
     described_by: tuple[str, ...] = ()  # files without tensors that say what is where

@@ -178,10 +178,16 @@ class Listing:
     objects: dict[str, Blob]  # blobs of pickled objects
     original_shapes: dict[str, tuple[int, ...]]  # of tensors stored flattened (core <= 0.15)
     files: dict[StoragePath, int]  # bytes
+    # name of a tensor or object -> why its bytes are not there: its file is missing or too short
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 def listing(folder: StoragePath) -> Listing:
-    """What lies in which blob; every chunk has its blob, and chunks tile their tensor."""
+    """What lies in which blob; every chunk has its blob, and chunks tile their tensor.
+
+    A file that is missing or too short is no error here: ``lost`` says what it takes away, which
+    may be nothing that is needed.
+    """
     file = folder / METADATA
     root = pickles.decode(file.read_bytes(), str(file))
     if not isinstance(root, Stub) or root.name not in ("Metadata", "MCoreMetadata"):
@@ -223,14 +229,21 @@ def _places(
             raise CheckpointError(
                 f"{file}: {name} lies in {pickles.short(path)}, no file beside it"
             )
+        if start < 0 or length < 0:
+            raise CheckpointError(f"{file}: {name}: bytes {start} to {start + length} of a file")
         where = paths.get(str(path))
         if where is None:
             where = paths[str(path)] = folder / str(path)
-            found.files[where] = where.size()
-        if start < 0 or length < 0 or start + length > found.files[where]:
-            raise CheckpointError(
-                f"{where}: {name}: bytes {start} to {start + length} of a file of "
-                f"{found.files[where]} bytes; the file is truncated"
+            if where.exists():
+                found.files[where] = where.size()
+        size = found.files.get(where)
+        if size is None:
+            found.lost.setdefault(name, f"{where}: is missing; {name} lies in it")
+        elif start + length > size:
+            found.lost.setdefault(
+                name,
+                f"{where}: {name}: bytes {start} to {start + length} of a file of {size} bytes; "
+                "the file is truncated",
             )
         places[name, _ints(file, name, offset) if offset is not None else None] = (
             where, start, length,

@@ -32,6 +32,7 @@ TO_TORCH: dict[str, str] = {ours: torch for torch, ours in FROM_TORCH.items()}
 
 # The types that ``--dtype`` casts from and to; everything else is moved as it is.
 CASTABLE = ("F64", "F32", "F16", "BF16")
+HALF = ("BF16", "F16")  # which optimizers keep fp32 masters of
 
 _SPELLINGS = {
     "fp64": "F64", "float64": "F64", "double": "F64",

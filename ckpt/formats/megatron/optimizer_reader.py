@@ -19,7 +19,7 @@ from ...containers import tensor_names, torch_zip
 from ...containers.pickles import TensorRef
 from ...model.box import row_major
 from ...model.chunk_builder import ChunkBuilder
-from ...model.dtypes import ITEMSIZE
+from ...model.dtypes import HALF, ITEMSIZE
 from ...model.file_layout import Entry
 from ...model.manifest import Chunk, View, locate
 from ...model.placement import Placed
@@ -111,7 +111,7 @@ class OptimizerReader:
                 f"{len(params)} of this rank"
             )
             return
-        half = [[p for p in bucket if p.dtype in ("BF16", "F16")] for bucket in buckets]
+        half = [[p for p in bucket if p.dtype in HALF] for bucket in buckets]
         expected = _names(where, groups, buckets, half)
         have: dict[tuple[str, str], Entry] = {}
         for name, entry in rank.index.entries.items():
@@ -131,12 +131,6 @@ class OptimizerReader:
             self.builder.add_entry(state, rows[name], entry, file)
         if not self.state and not any(state in STATES.values() for state, _ in have):
             self._say_fresh(file, groups)
-        for state in (*STATES.values(), "master"):
-            some = {name for s, name in have if s == state}
-            wanted = [p.name for b in (half if state == "master" else buckets) for p in b]
-            lacking = [name for name in wanted if name not in some]
-            if some and lacking:
-                self.builder.faults.append(f"{file}: {state} of {lacking[0]}: missing")
 
     def _say_fresh(self, file: str, groups: Sequence[Group]) -> None:
         """Adam makes its moments in its first step; a save may come before that."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...checkpoint.claims import MAX_RANKS
-from ...checkpoint.types import Container
+from ...checkpoint.types import WITHOUT, Container
 from ...containers import safetensors, torch_zip
 from ...errors import CheckpointError, raise_all
 from ...model.mesh import AXES, Coord, Mesh
@@ -76,7 +76,8 @@ def check_files(
     wanted = {coord: path / file_name(kind, coord, suffix) for coord in mesh.coords()}
     faults = [f"{file.name}: is missing" for coord, file in wanted.items() if coord not in found]
     faults += [f"{file.name}: no rank of the mesh" for c, file in found.items() if c not in wanted]
-    raise_all(faults, f"{path}: the files of a mesh of {says} are needed")
+    way_on = f"; {WITHOUT}" if kind == "optimizer" else ""
+    raise_all(faults, f"{path}: the files of a mesh of {says} are needed{way_on}")
 
 
 def file_name(kind: str, coord: Coord, suffix: str) -> str:

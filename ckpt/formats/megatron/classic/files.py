@@ -7,11 +7,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ....checkpoint.claims import MAX_RANKS
 from ....checkpoint.json_io import CHECKSUMS, load_json, read_digests
+from ....checkpoint.types import Checkpoint
 from ....containers import torch_zip
 from ....errors import CheckpointError, raise_all
 from ....model.file_layout import Entry, Index
@@ -376,6 +377,14 @@ def recorded(path: StoragePath, folder: StoragePath) -> dict[str, tuple[int, str
     cut = len(below) if path == folder else 0
     found = read_digests(load_json(file).get("files"), file)
     return {name[cut:]: row for name, row in found.items() if name.startswith(below)}
+
+
+def forget(result: Checkpoint, unneeded: Iterable[StoragePath]) -> None:
+    """Drop what is recorded of files that nobody asks for: they may be gone."""
+    names = {str(file) for file in unneeded}
+    result.digests = {
+        name: row for name, row in result.digests.items() if str(result.path / name) not in names
+    }
 
 
 def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:

@@ -185,6 +185,10 @@ class _Reader:
         if type(dp) is int and dp > 0:
             result.dp = claims.ranks(dp, "data_parallel_size", self.first.file)
         result.digests = megatron_files.recorded(self.path, self.folder)
+        if self.options.weights_only:
+            megatron_files.forget(result, [rank.folder / FLAT for rank in self.ranks.values()])
+        elif result.has_optimizer:
+            result.frozen = frozenset()  # groups number every parameter of the model
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes
         if self.config is not None:

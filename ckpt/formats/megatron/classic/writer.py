@@ -19,7 +19,7 @@ from ....containers.pickles import Global, Stub
 from ....errors import CheckpointError, raise_all
 from ....model.chunk_builder import ChunkBuilder
 from ....model.design import Design, OutFile
-from ....model.dtypes import ITEMSIZE, TO_TORCH
+from ....model.dtypes import HALF, ITEMSIZE, TO_TORCH
 from ....model.file_layout import FileLayout, Spec
 from ....model.manifest import STATES, SideFile
 from ....model.mesh import Coord, runs
@@ -36,7 +36,6 @@ from .files import FILES, FLAT, TRACKER
 TO = "megatron"
 TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer", args_out.ALLOW})
 WEIGHTS_ONLY = False
-_HALF = ("BF16", "F16")
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _MAX_SCALE = 3.4028234663852886e38  # of float32
@@ -299,13 +298,13 @@ class Writer:
                         entry[moment] = Spec(key, row.states[moment], row.param.shape)
                 state[len(state)] = entry
         inner: dict[str, object] = {"state": state, "param_groups": groups}
-        if not any(row.param.dtype in _HALF for row in rows):
+        if not any(row.param.dtype in HALF for row in rows):
             return inner
         masters = [
             [
                 Spec(f"master/{r.param.name}", r.states.get("master", "F32"), r.param.shape)
                 for r in bucket
-                if r.param.dtype in _HALF
+                if r.param.dtype in HALF
             ]
             for bucket in buckets
         ]
@@ -342,9 +341,7 @@ class Writer:
         return {"grad_scaler": {"scale": known, **counters}}
 
     def _need_masters(self, rows: Sequence[_Row]) -> None:
-        lacking = [
-            r.param.name for r in rows if r.param.dtype in _HALF and "master" not in r.states
-        ]
+        lacking = [r.param.name for r in rows if r.param.dtype in HALF and "master" not in r.states]
         if lacking:
             raise CheckpointError(
                 f"{self.request.source.path}: {lacking[0]}: half-precision weights with moments "

@@ -34,7 +34,7 @@ from ....model.dtypes import ITEMSIZE
 from ....model.family import Model, build_mesh
 from ....model.file_layout import Index
 from ....model.layout import check_layout, default_layout
-from ....model.manifest import Chunk, Manifest, SideFile, category_of
+from ....model.manifest import Chunk, Manifest, SideFile
 from ....model.placement import Piece, Placed, Placement, restrict
 from ....move.storage import StoragePath
 from .. import args as megatron_args
@@ -116,6 +116,8 @@ def _common(folder: StoragePath, listing: dcp.Listing) -> Index:
             f"{folder / COMMON}: is missing, and {METADATA} names no object common_state in its "
             "place: args and iteration of the run are lost; copy the whole iteration again"
         )
+    if name in listing.lost:
+        raise CheckpointError(f"{listing.lost[name]}; copy the whole iteration again")
     found = dcp.objects(listing.objects[name])
     root = found.extra.get("0")  # of a list of one
     if not isinstance(root, dict):
@@ -184,45 +186,35 @@ class _Reader:
 
     def checkpoint(self) -> Checkpoint:
         """Everything in the iteration, checked."""
-        result = self.result
-        flat: dict[str, Stored] = {}
-        for name, stored in self.listing.tensors.items():
+        result, tensors = self.result, self.listing.tensors
+        result.has_optimizer = any(_OPTIMIZER.match(name) for name in tensors)
+        self._check_lost()
+        with_optimizer = not self.options.weights_only and not result.unread_optimizer
+        if not with_optimizer:
+            tensors = {n: stored for n, stored in tensors.items() if not _OPTIMIZER.match(n)}
+        for name, stored in tensors.items():
             match = _STATE.fullmatch(name)
-            if name.startswith(megatron_dist_flat.PREFIX):
-                flat[name] = stored
-            elif match is None:
-                self._tensor("", name, stored)
-            elif not self.options.weights_only:
+            if match is not None:
                 self._tensor(_STATES.get(match[1], match[1]), match[2], stored)
-        result.has_optimizer = bool(flat) or any("optimizer." in n for n in self.listing.tensors)
+            elif not name.startswith(megatron_dist_flat.PREFIX):
+                self._tensor("", name, stored)
         raise_all(
             [*self.builder.faults, *(f"{n}: missing" for n in self.rows if n not in self.seen)],
             str(self.folder),
         )
         self._mesh()
-        if flat and not self.options.weights_only:
-            saved = megatron_dist_flat.SavedRun(
-                self.folder, self.args, self.model, self.padded, self.layout, self.builder,
-                result.left_out,
-            )  # fmt: skip
-            why = megatron_dist_flat.read(saved, flat)
-            if why:
-                result.unread_optimizer = f"{why}; {WITHOUT}"
+        self._flat({n: t for n, t in tensors.items() if n.startswith(megatron_dist_flat.PREFIX)})
         self._left_out()
-        if not result.unread_optimizer:
-            self._check_states()
         raise_all([*self.builder.faults, *self.repeats.faults], str(self.folder))
         state = self._state()
         # Not bound methods: a checkpoint outlives its reader, which is larger.
-        tensors = list(self.listing.tensors.values())
-        if self.options.weights_only:
-            tensors = [t for t in tensors if not _OPTIMIZER.match(t.name)]
-        else:
+        if with_optimizer:
+            result.frozen = frozenset()
             result.check_optimizer = partial(
                 _shifted_masters, self.folder, list(self.builder.here.shapes),
                 {**self.builder.chunks.by_name, **self.repeats.chunks.by_name},
             )  # fmt: skip
-        blobs = [blob for t in tensors for blob in t.blobs]
+        blobs = [blob for t in tensors.values() for blob in t.blobs]
         result.blob_checksums = partial(dcp.checksums, blobs)
         result.headers = partial(read_headers, blobs)
         result.padded_vocab = self.padded
@@ -236,6 +228,9 @@ class _Reader:
         described = (self.folder / name for name in (DESCRIBES, METADATA, COMMON))
         result.described_by = tuple(str(file) for file in described if file.is_file())
         result.digests = megatron_files.recorded(self.path, self.folder)
+        if not with_optimizer:
+            unneeded = {b.place for t in self.listing.tensors.values() for b in t.blobs}
+            megatron_files.forget(result, unneeded - {blob.place for blob in blobs})
         sides, notes = megatron_files.beside(self.path)
         result.notes += notes
         own = {DESCRIBES, "transformer_config.json"} if self.path == self.folder else set()
@@ -244,6 +239,31 @@ class _Reader:
             sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))
         result.manifest = self.builder.manifest(state, tuple(sides))
         return result
+
+    def _check_lost(self) -> None:
+        """Bytes that are not there are an error where they are needed, and only there."""
+        lost = self.listing.lost
+        optimizer = [why for name, why in lost.items() if _OPTIMIZER.match(name)]
+        raise_all(
+            (w for n, w in lost.items() if n in self.listing.tensors and not _OPTIMIZER.match(n)),
+            f"{self.folder}: weights are missing; copy the whole iteration again",
+        )
+        if optimizer:
+            self.result.unread_optimizer = f"{optimizer[0]}; {WITHOUT}"
+        others = [why for name, why in lost.items() if not _OPTIMIZER.match(name)]
+        self.result.notes += [f"{why}, which is left behind" for why in others[:1]]
+
+    def _flat(self, tensors: dict[str, Stored]) -> None:
+        """Optimizer state in the flat buffers of the saving run's ranks."""
+        if not tensors:
+            return
+        saved = megatron_dist_flat.SavedRun(
+            self.folder, self.args, self.model, self.padded, self.layout, self.builder,
+            self.result.left_out,
+        )  # fmt: skip
+        why = megatron_dist_flat.read(saved, tensors)
+        if why:
+            self.result.unread_optimizer = f"{why}; {WITHOUT}"
 
     def _mesh(self) -> None:
         """The layout of the run that saved it, which a reshard keeps where nothing else is said."""
@@ -350,18 +370,6 @@ class _Reader:
                 "random states left behind: they belong to the ranks of the saving run"
             )
 
-    def _check_states(self) -> None:
-        """A moment that some weights have is there for each; masters for each that is not fp32."""
-        metas = self.builder.metas
-        weights = [name for name in self.builder.here.shapes if name in metas]
-        for state in sorted({category_of(fqn) for fqn in metas} - {""}):
-            self.builder.faults += [
-                f"{METADATA}: {state}/{name}: missing"
-                for name in weights
-                if f"{state}/{name}" not in metas
-                and not (state == "master" and metas[name].dtype == "F32")
-            ]
-
     def _state(self) -> dict[str, object]:
         """Iteration, schedule, args and the optimizer's hyperparameters."""
         root, result = self.common.extra, self.result
@@ -379,7 +387,9 @@ class _Reader:
         """What the flat optimizer's first rank keeps as an object under ``key``."""
         end = f".{key}/shard_0_1"
         name = next((n for n in self.listing.objects if n.endswith(end)), None)
-        return None if name is None else dcp.objects(self.listing.objects[name])
+        if name is None or name in self.listing.lost:
+            return None
+        return dcp.objects(self.listing.objects[name])
 
     def _groups(self, state: TrainingState) -> TrainingState:
         """Hyperparameters, from common.pt or from the first rank's object."""

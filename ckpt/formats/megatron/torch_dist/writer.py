@@ -19,7 +19,7 @@ from ....errors import raise_all
 from ....model.box import Box
 from ....model.chunk_builder import ChunkBuilder
 from ....model.design import Design, OutFile
-from ....model.dtypes import TO_TORCH
+from ....model.dtypes import HALF, TO_TORCH
 from ....model.family import build_mesh
 from ....model.file_layout import Checksum, FileLayout, Spec
 from ....model.layout import default_layout
@@ -222,7 +222,7 @@ class _Writer:
         if step is not None and step_in == "state":
             state["common_step"] = torch_zip.Known("F32", (), struct.pack("<f", step))
         inner: dict[str, object] = {"state": state, "param_groups": groups}
-        half = any(self.dtypes.of(row, "") in ("BF16", "F16") for row in self.rows)
+        half = any(self.dtypes.of(row, "") in HALF for row in self.rows)
         return {"optimizer": inner, **self.classic.scaler()} if half else inner
 
 

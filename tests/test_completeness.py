@@ -1,0 +1,265 @@
+"""Optimizer state is whole or a fault, by one rule for all formats; and nobody asks for what is
+not needed.
+
+Sources are packed by independent.py; their outputs are damaged with torch's own classes.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from independent import load_hf, pack_states, stored, write_native
+from strategies import raw, write_hf
+
+from shardwright.ckpt import CheckpointError, ReadOptions, RunOptions, merge, reshard, verify
+from shardwright.ckpt.reader import read_checkpoint
+
+QUIET = RunOptions(workers=1)
+SUMS = RunOptions(workers=1, checksum=True)
+CASE = raw("llama", layers=2)
+ROWS = ReadOptions(vocab_size=21)
+STATE = {
+    "param_groups": [
+        {"lr": 0.5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": decay, "step": 1000}
+        for decay in (0.1, 0.0)
+    ]
+}
+WEIGHTS = {name: x.bfloat16() for name, x in CASE.state.items()}
+FULL = {
+    "exp_avg": CASE.numbered(1000),
+    "exp_avg_sq": CASE.numbered(2000),
+    "master": {name: x.float() for name, x in WEIGHTS.items()},
+}
+DOWN = "model.layers.1.mlp.down_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+FORMS = {
+    "shards": {"to": "shards"},
+    "shards dp2": {"to": "shards", "dp": 2},
+    "megatron": {"to": "megatron", "use_distributed_optimizer": False},
+    "megatron distributed": {"to": "megatron", "use_distributed_optimizer": True},
+    "torch_dist": {"to": "torch_dist", "use_distributed_optimizer": False},
+    "torch_dist distributed": {"to": "torch_dist", "use_distributed_optimizer": True},
+}
+ONE_OF_EACH = ("megatron", "megatron distributed", "torch_dist", "torch_dist distributed")
+
+
+def _native(folder: Path, dp: int = 1, **states: dict[str, torch.Tensor]) -> Path:
+    """A trainer's checkpoint at tp 2 with so much optimizer state, cut over ``dp`` ranks."""
+    weights = stored(CASE.config, WEIGHTS, 2, 1)
+    packed = pack_states(CASE.config, states, 2, 1) if states else None
+    return write_native(folder, CASE.config, weights, packed, state=STATE, dp=dp, sharded=dp > 1)
+
+
+def _without(*lacking: str) -> dict[str, dict[str, torch.Tensor]]:
+    """All states, but those whose "state/name" is listed."""
+    return {
+        state: {name: x for name, x in rows.items() if f"{state}/{name}" not in lacking}
+        for state, rows in FULL.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training state in every form, each in a folder of its name."""
+    root = tmp_path_factory.mktemp("forms")
+    source = _native(root / "source", **FULL)
+    for name, options in FORMS.items():
+        reshard(source, root / name, run=SUMS, **options)
+    return root
+
+
+def _same_weights(root: Path, hf: Path) -> None:
+    merge(root, hf, read=ROWS, run=QUIET)
+    found = load_hf(hf)
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], x) for name, x in WEIGHTS.items())
+
+
+# --- files that only the optimizer needs --------------------------------------------------------
+
+
+def _apart(root: Path) -> Path:
+    """Move the optimizer's blobs of a torch_dist checkpoint to a file of their own."""
+    folder = root / "iter_0001000"
+    other = Path(shutil.copy(folder / "__0_0.distcp", folder / "__0_1.distcp"))
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    for index, info in content.storage_data.items():
+        if index.fqn.startswith("optimizer."):
+            info.relative_path = other.name
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    table = json.loads((root / "checksums.json").read_text())
+    del table["files"]["iter_0001000/.metadata"]
+    table["files"]["iter_0001000/__0_1.distcp"] = {"size": other.stat().st_size}
+    (root / "checksums.json").write_text(json.dumps(table))
+    return other
+
+
+def _truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+FILES: dict[str, Callable[[Path], Path]] = {
+    "shards": lambda root: root / "optimizer_tp_1_pp_0.safetensors",
+    "shards dp2": lambda root: root / "optimizer_tp_1_pp_0_dp_1.safetensors",
+    "megatron distributed": lambda root: root / "iter_0001000" / "mp_rank_01" / "distrib_optim.pt",
+    "torch_dist": _apart,
+    "torch_dist distributed": _apart,
+}
+
+
+@pytest.mark.parametrize("how", [Path.unlink, _truncated], ids=["missing", "truncated"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_only_the_optimizer_needs_is_asked_for_only_then(
+    name: str, how: Callable[[Path], None], made: Path, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(made / name, tmp_path / name))
+    file = FILES[name](root)
+    how(file)
+    _same_weights(root, tmp_path / "hf")
+    assert verify(root, weights_only=True).same
+    out = reshard(root, tmp_path / "a", tp=1, weights_only=True, run=QUIET).output
+    _same_weights(out, tmp_path / "hf2")
+    with pytest.raises(CheckpointError, match=re.escape(file.name)) as caught:
+        reshard(root, tmp_path / "b", tp=1, run=QUIET)
+    if how is Path.unlink:
+        assert "is missing" in str(caught.value)
+        assert "--weights-only" in str(caught.value)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_file_that_weights_need_is_named_with_what_lies_in_it(made: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(made / "torch_dist", tmp_path / "in"))
+    _apart(root)
+    (root / "iter_0001000" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: is missing; decoder\.\S+ lies in"):
+        merge(root, tmp_path / "hf", run=QUIET)
+
+
+# --- completeness -------------------------------------------------------------------------------
+
+
+def _in_metadata(root: Path, take: Callable[[str], bool]) -> None:
+    path = root / "iter_0001000" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    for name in [n for n in content.state_dict_metadata if take(n)]:
+        del content.state_dict_metadata[name]
+    path.write_bytes(pickle.dumps(content))
+
+
+def _in_ranks(root: Path, change: Callable[[dict[int, dict[str, object]]], object]) -> None:
+    for file in root.glob("iter_0001000/mp_rank_*/model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        change(content["optimizer"]["optimizer"]["state"])
+        torch.save(content, file)
+
+
+def _less(root: Path, name: str, states: tuple[str, ...]) -> Path:
+    """Take states of one tensor out of all ranks; of all layers of one in torch_dist."""
+    if name.startswith("shards"):
+        shutil.rmtree(root)
+        lacking = _without(*(f"{state}/{DOWN}" for state in states))
+        return _native(root, dp=2 if name.endswith("dp2") else 1, **lacking)
+    (root / "checksums.json").unlink()
+    if name == "megatron":
+        _in_ranks(root, lambda table: [table[3].pop(state, None) for state in states])
+        return root
+    end = "decoder.layers.mlp.linear_fc2.weight"
+    keys = {f"optimizer.state.{state}.{end}" for state in states}
+    _in_metadata(root, lambda key: key in keys)
+    return root
+
+
+@pytest.mark.parametrize("name", ["shards", "megatron", "torch_dist", "torch_dist distributed"])
+def test_a_moment_that_one_tensor_lacks_is_a_fault_and_no_source(
+    name: str, made: Path, tmp_path: Path
+) -> None:
+    root = _less(Path(shutil.copytree(made / name, tmp_path / name)), name, ("exp_avg",))
+    found = [f for f in verify(root).findings if f.kind == "optimizer"]
+    assert len(found) == 1
+    assert re.search(r"exp_avg: lacks [12] of the \d+ tensors that have exp_avg_sq", found[0].text)
+    for to in ("shards", "megatron", "torch_dist"):
+        with pytest.raises(CheckpointError, match=r"not whole.*--weights-only.*exp_avg: lacks"):
+            reshard(root, tmp_path / "out", to=to, run=QUIET)
+    assert verify(root, weights_only=True).same
+    _same_weights(root, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["shards", "shards dp2", "megatron", "torch_dist"])
+def test_a_tensor_without_any_state_is_a_fault_where_frozen_ones_would_be_known(
+    name: str, made: Path, tmp_path: Path
+) -> None:
+    states = ("exp_avg", "exp_avg_sq", "master")
+    root = _less(Path(shutil.copytree(made / name, tmp_path / name)), name, states)
+    found = verify(root)
+    if name.startswith("shards"):  # which do not record what was frozen
+        assert found.same
+        assert any(re.match(r"warning: 1 of \d+ weights have no optim", n) for n in found.notes)
+        return
+    texts = [f.text for f in found.findings if f.kind == "optimizer"]
+    assert any(re.search(r"\d of \d+ weights have no optimizer state, first", t) for t in texts)
+    with pytest.raises(CheckpointError, match="have no optimizer state"):
+        reshard(root, tmp_path / "out", to="shards", run=QUIET)
+
+
+@pytest.mark.parametrize("name", ["megatron", "torch_dist", "torch_dist distributed"])
+def test_a_run_before_its_first_step_is_whole(name: str, tmp_path: Path) -> None:
+    """Masters are there and no moment is: Adam makes them in its first step."""
+    source = _native(tmp_path / "source", master=FULL["master"])
+    out = reshard(source, tmp_path / "out", run=QUIET, **FORMS[name]).output
+    assert verify(out).same
+
+
+LACKING: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "a moment": (f"exp_avg_sq/{DOWN}",),
+    "a master": (f"master/{DOWN}",),
+    "all of the embedding": tuple(f"{state}/{EMBEDDING}" for state in FULL),
+}
+REFUSED = {
+    "nothing": (),
+    "a moment": tuple(FORMS),
+    "a master": tuple(FORMS),
+    "all of the embedding": ONE_OF_EACH,
+}
+
+
+@pytest.mark.parametrize("what", LACKING)
+def test_what_is_written_can_be_read_and_is_sound(what: str, tmp_path: Path) -> None:
+    source = _native(tmp_path / "source", **_without(*LACKING[what]))
+    for name, options in FORMS.items():
+        out = tmp_path / name
+        if name in REFUSED[what]:
+            lost = LACKING[what][0].partition("/")[2]
+            with pytest.raises(CheckpointError, match=lost):
+                reshard(source, out, run=QUIET, **options)
+            assert not out.exists()
+            continue
+        reshard(source, out, run=QUIET, **options)
+        assert verify(out).same, name
+        assert not [f for f in verify(source, out, read_b=ROWS).findings if f.kind != "state"]
+
+
+def test_one_rank_that_lacks_a_moment_is_named(made: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(made / "megatron", tmp_path / "in"))
+    (root / "checksums.json").unlink()
+    file = root / "iter_0001000" / "mp_rank_01" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    del content["optimizer"]["optimizer"]["state"][3]["exp_avg"]
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=r"exp_avg/model\.layers\.\S+"):
+        verify(root)
+
+
+def test_weights_that_no_optimizer_trained_are_whole(tmp_path: Path) -> None:
+    hf = write_hf(tmp_path / "hf", CASE)
+    for to in ("megatron", "torch_dist"):
+        out = reshard(hf, tmp_path / to, to=to, run=QUIET).output
+        assert read_checkpoint(out).has_optimizer is False
+        assert verify(out).same

@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
              "activation_function": "gelu", "bos_token_id": None, "eos_token_id": None,
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }  # fmt: skip
+MODELS["gpt2's own gelu"] = {**MODELS["gpt2"], "activation_function": "gelu_new"}
 BUILDS = """
 import argparse, dataclasses, glob, os, sys
 from pathlib import Path
@@ -70,8 +71,8 @@ for folder in sys.argv[3:]:
         said["num_query_groups"] = None
     if args.swiglu:
         said |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-    elif args.openai_gelu:
-        said["activation_func"] = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    else:  # Megatron-LM hands --openai-gelu to no model of megatron-core
+        said["bias_activation_fusion"] = args.bias_gelu_fusion
     config = TransformerConfig(**{
         **said, "use_cpu_initialization": True, "pipeline_dtype": args.params_dtype,
         "masked_softmax_fusion": False, "bias_dropout_fusion": False, "transformer_impl": "local",

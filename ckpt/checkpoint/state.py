@@ -19,6 +19,12 @@ KEYS = ("step", "samples", "schedule", "param_groups", "data", "megatron")
 ABSENT = "absent"
 # of Megatron-LM's own values, those that say what the layout and the run say, or step again
 _NOT_COMPARED = ("args", "checkpoint_version", "iteration")
+# what the groups of one optimizer class have and those of another do not, and how all of them step
+_OF_A_CLASS = {
+    "bias_correction": True, "amsgrad": False, "maximize": False, "capturable": False,
+    "differentiable": False, "foreach": None, "fused": None, "decoupled_weight_decay": True,
+    "dampening": 0.0, "nesterov": False,
+}  # fmt: skip
 _SCHEDULE = ("style", "lr", "min_lr", "warmup_steps", "decay_steps", "num_steps")
 Difference = tuple[str, object, object]  # what, here, there
 
@@ -174,7 +180,29 @@ def _groups(
 
 def _kept(megatron: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's own values that mean something; a counter at 0 is one that is absent."""
-    return {k: v for k, v in megatron.items() if k not in _NOT_COMPARED and v not in (0, None)}
+    found = {k: v for k, v in megatron.items() if k not in _NOT_COMPARED and v not in (0, None)}
+    if isinstance(found.get("optimizer"), dict):
+        found["optimizer"] = _of_any_class(found["optimizer"])
+    return found
+
+
+def _of_any_class(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The table without what tells optimizer classes apart and changes no step."""
+    found, groups = dict(optimizer), optimizer.get("param_groups")
+    placed: tuple[str, ...] = ()
+    if "step" in found:  # read from wherever it stood
+        found.pop("step_in", None)
+        placed = ("step",)
+    if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        found["param_groups"] = [
+            {
+                k: v
+                for k, v in group.items()
+                if k not in placed and (k not in _OF_A_CLASS or v != _OF_A_CLASS[k])
+            }
+            for group in groups
+        ]
+    return found
 
 
 def first_apart(name: str, a: object, b: object) -> Difference:

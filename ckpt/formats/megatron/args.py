@@ -158,7 +158,16 @@ def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
 def _gelu(args: Mapping[str, object]) -> str:
     if args.get("squared_relu") is True:
         return "relu2"
-    return "gelu_tanh" if args.get("openai_gelu") or args.get("bias_gelu_fusion") else "gelu"
+    return "gelu_tanh" if _is_tanh(args) else "gelu"
+
+
+def _is_tanh(args: Mapping[str, object]) -> bool:
+    """Whether GELU is tanh's approximation: where it is fused with a bias.
+
+    The models from before megatron-core also had --openai-gelu, which it ignores.
+    """
+    core = args.get("use_legacy_models") is False or args.get("use_mcore_models") is True
+    return bool(args.get("bias_gelu_fusion")) or (bool(args.get("openai_gelu")) and not core)
 
 
 def _scaling(args: Mapping[str, object]) -> dict[str, object] | None:
@@ -238,7 +247,7 @@ def _gpt2(args: Mapping[str, object], origin: str) -> dict[str, object]:
         _refuse(origin, "learned positions without biases")
     if _groups(args, n) != n or args.get("kv_channels", h // n) != h // n:
         _refuse(origin, "learned positions with query groups or a kv_channels of its own")
-    gelu = "gelu_new" if args.get("openai_gelu") or args.get("bias_gelu_fusion") else "gelu"
+    gelu = "gelu_new" if _is_tanh(args) else "gelu"
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -32,6 +32,8 @@ _UNSAID: Mapping[str, tuple[object, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
+_EPSILON = 1e-5  # Megatron-LM's default
+_ACTIVATION = ("swiglu", "bias_gelu_fusion", "openai_gelu")  # all of it in args
 _SCALES = re.compile(r".*(multiplier|scaling|softcap\w*|_scale|logit_cap)")
 
 
@@ -70,7 +72,10 @@ def args_for(
         )
     notes += [f"args lack ({ALLOW}): {row}" for row in lacks]
     if args:  # where they contradict the model, its config was trusted and not they
-        args |= {name: made.get(name) for name in contradicted(model, source)}
+        names = contradicted(model, source)
+        args |= {name: made.get(name) for name in names}
+        if "swiglu" in names:
+            args |= {name: made[name] for name in _ACTIVATION}
     args = args or made
     layers = model.sizes["layer"]
     args.update(
@@ -134,6 +139,32 @@ def cannot_say(model: Model, args: Mapping[str, object], origin: str) -> list[st
     return rows + _tensors_unsaid(model, args)
 
 
+def say_options(args: Mapping[str, object]) -> list[str]:
+    """A note on the options that args need beside them; empty if they need none.
+
+    Megatron-LM's --use-checkpoint-args takes over some args alone, and with the defaults of the
+    others it computes another function without a word.
+    """
+    asked = []
+    if args["norm_epsilon"] != _EPSILON:
+        asked.append(f"--norm-epsilon {args['norm_epsilon']}")
+    if args["qk_layernorm"]:
+        asked.append("--qk-layernorm")
+    if args["use_rope_scaling"]:
+        asked.append(f"--use-rope-scaling --rope-scaling-factor {args['rope_scaling_factor']}")
+    if "rotary_seq_len_interpolation_factor" in args:
+        factor = args["rotary_seq_len_interpolation_factor"]
+        asked.append(f"--rotary-seq-len-interpolation-factor {factor}")
+    window = args.get("window_size")
+    if isinstance(window, tuple):
+        asked.append("--window-size " + ",".join(map(str, window)))
+    if args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]:
+        asked.append("--no-bias-gelu-fusion")
+    if not asked:
+        return []
+    return [f"Megatron-LM's --use-checkpoint-args leaves out: {' '.join(asked)}"]
+
+
 def _stored_names(model: Model) -> set[str]:
     return {rule.name for rule in model.family.select(model.flags)}
 
@@ -175,6 +206,9 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
     ffn = sizes["gate"] if gated else sizes["f"]
     theta = _theta(config, origin)
     bias = any(name.endswith("mlp.linear_fc1.bias") for name in names)
+    # megatron-core's GELU is the exact one, and tanh's approximation where it is fused with a bias;
+    # --openai-gelu counts for the models from before it alone
+    tanh = bias and wanted["activation"] == "gelu_tanh"
     keys = ("max_position_embeddings", "n_positions")
     said = next((config[key] for key in keys if config.get(key) is not None), 2048)
     positions = _number_of(said, "max_position_embeddings", origin)
@@ -200,7 +234,8 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "layernorm_epsilon": epsilon,
         "apply_layernorm_1p": model.family.norm_offset == 1,
         "swiglu": gated,
-        "openai_gelu": wanted["activation"] == "gelu_tanh",
+        "bias_gelu_fusion": tanh,
+        "openai_gelu": tanh,
         "squared_relu": False,
         "add_bias_linear": bias,
         "add_qkv_bias": any(name.endswith("linear_qkv.bias") for name in names),

@@ -43,6 +43,13 @@ _HYSTERESIS = 2  # Megatron-LM's own default
 # what Megatron-LM's optimizer says of a group where the source says nothing
 _GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+# A loaded group replaces the optimizer's own one, so it needs all that a step reads: Apex's and
+# TransformerEngine's Adam, and every SGD, fill in nothing.
+_READ: Mapping[str, Mapping[str, object]] = {
+    "betas": {"bias_correction": True},
+    "momentum": {"dampening": 0.0, "nesterov": False},
+}
+_HYPER = ("lr", "eps", "betas", "momentum", "dampening", "nesterov")
 
 
 def design(request: WriteRequest, root: PurePath) -> Design:
@@ -131,6 +138,10 @@ class Writer:
             allow_incomplete=self.request.allow_incomplete_args,
             notes=self.notes,
         )
+        if not self.source_args:
+            self.notes += args_out.say_options(made)
+        # Megatron-LM asks torch_dist only for what its args do not name here
+        made |= {"no_save_rng": True, "no_save_optim": not self._has_moments()}
         if target.step is not None:
             made["iteration"] = target.step
         return made if self.request.weights_only else made | run_state.progress_args(self.state)
@@ -144,16 +155,33 @@ class Writer:
         tied = self.here.tied_copies * (1 + len(self.states))
         return Design(self.files, self.builder.manifest(), tied, self.notes)
 
-    def how_to_load(self) -> str:
-        """Megatron-LM's options for what is written."""
+    def _has_moments(self) -> bool:
+        return any(state in _MOMENTS for state in self.states)
+
+    def contents(self) -> str:
+        """What of a run is not in the files."""
+        if self.target.step is None:
+            return "a release: Megatron-LM loads its weights and begins a run at iteration 0"
         if not self.states:
-            return "weights alone: load with --no-load-optim --no-load-rng, or --finetune"
-        if not any(state in _MOMENTS for state in self.states):
-            return (
-                "the optimizer has masters and no moments yet: load with --no-load-optim "
-                "--no-load-rng"
+            return "weights alone"
+        if not self._has_moments():
+            return "the optimizer has masters and no moments yet"
+        return "random states are left out"
+
+    def how_to_load(self) -> str:
+        """Megatron-LM's options for what is written, in the classic format."""
+        said = self.contents()
+        if self.target.step is None:
+            return said
+        if not self._has_moments():
+            more = "" if self.states else ", or --finetune"
+            return f"{said}: load with --no-load-optim --no-load-rng{more}"
+        if self.target.sharded and main_dtype(self.request.metas) == "F32":
+            said = (
+                "megatron-core 0.16 cannot load flat buffers of fp32 weights, its own neither "
+                f"(--to torch_dist, which it can); {said}"
             )
-        return "random states are left out: load with --no-load-rng"
+        return f"{said}: load with --no-load-rng"
 
     def _rows(self, coord: Coord, placed: Sequence[Placed]) -> Iterator[_Row]:
         """A rank's tensors in registration order."""
@@ -259,7 +287,7 @@ class Writer:
                 (r for r in rows if bool(r.get("weight_decay", 0.0)) == decays),
                 rows[0] if rows else {},
             )
-            kept = {k: v for k, v in row.items() if k in ("lr", "eps", "betas", "momentum")}
+            kept = {k: v for k, v in row.items() if k in _HYPER}
             if isinstance(kept.get("betas"), list):
                 kept["betas"] = tuple(kept["betas"])
             decay = row.get("weight_decay", 0.0) if decays else 0.0
@@ -284,10 +312,7 @@ class Writer:
         state: dict[int, dict[str, object]] = {}
         for group, bucket in zip(groups, buckets, strict=True):
             group["params"] = list(range(len(state), len(state) + len(bucket)))
-            if step is not None and step_in == "groups":
-                group.setdefault("step", step)
-            if step_in == "state":
-                group.pop("step", None)
+            put_step(group, step, step_in)
             for row in bucket:
                 entry: dict[str, object] = {}
                 if step is not None and step_in == "state":
@@ -352,8 +377,7 @@ class Writer:
     def distributed_groups(self) -> dict[str, object]:
         groups, step, _ = self.groups()
         for group in groups:
-            if step is not None and "step" not in group:
-                group["step"] = step
+            put_step(group, step, "groups")
         return {"optimizer": {"param_groups": groups}} | self.scaler()
 
     def _flat(self, coord: Coord, path: PurePath, rows: Sequence[_Row]) -> None:
@@ -399,6 +423,18 @@ class Writer:
         dtype = row.states[state] if state else row.param.dtype
         offset = layout.offsets[key] + start * ITEMSIZE[dtype]
         self.builder.add(state, row.placed, path, offset, dtype)
+
+
+def put_step(group: dict[str, Any], step: int | None, step_in: str) -> None:
+    """Make a group one of an optimizer that has its step in ``groups`` or beside the ``state``."""
+    if step_in == "state":
+        group.pop("step", None)
+        return
+    for key, more in _READ.items():
+        if key in group:
+            group |= {**more, **group}
+    if step is not None:
+        group["step"] = step  # whole: TransformerEngine's Adam takes no other number
 
 
 def _identified(group: dict[str, Any]) -> dict[str, Any]:

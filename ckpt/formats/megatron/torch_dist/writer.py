@@ -97,7 +97,7 @@ class _Writer:
             OutFile(str(self.folder / COMMON), torch_zip.layout_tree(self._common())),
             OutFile(str(self.folder / METADATA), _whole(self._metadata())),
         ]
-        notes = [*self.classic.notes, self.classic.how_to_load()]
+        notes = [*self.classic.notes, self.classic.contents()]  # args name what it is not asked for
         return Design(files, self.builder.manifest(), 0, notes)
 
     # --- blobs -------------------------------------------------------------------------------
@@ -215,10 +215,7 @@ class _Writer:
         state: dict[str, object] = {}
         for group in groups:
             group.pop("params", None)
-            if step_in == "state":
-                group.pop("step", None)
-            elif step is not None:
-                group.setdefault("step", step)
+            megatron_out.put_step(group, step, step_in)
         if step is not None and step_in == "state":
             state["common_step"] = torch_zip.Known("F32", (), struct.pack("<f", step))
         inner: dict[str, object] = {"state": state, "param_groups": groups}

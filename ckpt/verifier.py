@@ -292,14 +292,17 @@ def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Ve
     verdict = Verdict(notes=list(ckpt.notes))
     if ckpt.headers is not None:
         ckpt.headers()
+    manifest = ckpt.manifest
     if not weights_only and ckpt.optimizer_fault():
         verdict.add("optimizer", "optimizer", ckpt.optimizer_fault())
+        # its holes follow from the fault and would hide it
+        manifest = _only(manifest, {f for f in manifest.tensors if category_of(f) == ""})
     faults, warnings = incomplete_states(ckpt)
     for fault in faults:
         verdict.add("optimizer", "optimizer", fault)
     verdict.notes += warnings
-    made = resolve(plan(ckpt.manifest, _whole(ckpt.manifest)))
-    verdict.tensors = len(ckpt.manifest.tensors)
+    made = resolve(plan(manifest, _whole(manifest)))
+    verdict.tensors = len(manifest.tensors)
     verdict.nbytes = made.coverage.read_bytes
     if options.compare_replicas:
         shapes = {fqn: meta.shape for fqn, meta in ckpt.manifest.tensors.items()}

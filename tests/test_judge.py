@@ -25,8 +25,10 @@ from shardwright.ckpt import (
     Verdict,
     merge,
     reshard,
+    verifier,
     verify,
 )
+from shardwright.ckpt.reader import read_checkpoint
 from shardwright.tools import verify_ckpt
 
 QUIET = RunOptions(workers=1)
@@ -35,6 +37,7 @@ SCHEDULE = {
     "style": "constant", "lr": 0.125, "min_lr": 0.125, "warmup_steps": 0, "decay_steps": 0,
     "num_steps": 7,
 }  # fmt: skip
+HEAD = "lm_head.weight"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -287,6 +290,48 @@ def test_a_changed_step_is_named(made, tmp_path):
     found = judged(made["megatron"], b, read=ROWS, read_b=ROWS)
     said = found if isinstance(found, str) else "\n".join(found.differences)
     assert "step: 7 and 8" in said
+
+
+def _arg(content: dict) -> None:
+    content["args"].rotary_base = 500_000
+
+
+def _schedule(content: dict) -> None:
+    content["opt_param_scheduler"]["max_lr"] = 9.0
+
+
+def _rate(content: dict) -> None:
+    content["optimizer"]["param_groups"][0]["lr"] = 9.0
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [(_arg, "args.rotary_base"), (_schedule, "opt_param_scheduler"), (_rate, "param group")],
+)
+def test_a_rank_of_another_run_is_refused_by_what_it_says(change, part, made, tmp_path):
+    b = copy_of(made, "megatron", tmp_path)
+    (path,) = b.glob("iter_*/mp_rank_01*/model_optim_rng.pt")
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    said = judged(made["megatron"], b, read=ROWS, read_b=ROWS)
+    assert isinstance(said, str)
+    assert "mp_rank_01" in said
+    assert part in said
+    assert "different saves" in said
+
+
+def test_an_optimizer_fault_is_named_before_the_holes_that_follow_from_it(made, monkeypatch):
+    def partly(where, options):
+        ckpt = read_checkpoint(where, options)
+        ckpt.manifest.chunks[f"exp_avg/{HEAD}"] = []
+        ckpt.unread_optimizer = "the second rank's optimizer cannot be read"
+        return ckpt
+
+    monkeypatch.setattr(verifier, "read_checkpoint", partly)
+    assert verify(made["safe"], run=QUIET).differences == [
+        "the second rank's optimizer cannot be read"
+    ]
 
 
 @pytest.mark.parametrize("name", ["safe", "bin", "megatron"])

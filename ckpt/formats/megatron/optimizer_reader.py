@@ -7,6 +7,7 @@ megatron_optim.py, and is checked: masters must round to the weights.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -255,18 +256,31 @@ class OptimizerReader:
                     f"{rank.file}: the optimizer has done {step} steps, on other ranks "
                     f"{self.state['step']}; the ranks are of different saves"
                 )
+            self._check_alike(rank, _plain_groups(rank, groups, where, []))
             return
-        plain: list[dict[str, object]] = []
         lost: list[str] = []
-        for i, group in enumerate(groups):
-            rest = {k: v for k, v in group.items() if k != "params"}
-            plain.append(_plain_values(rank, f"{where}.param_groups.{i}", rest, lost))
+        plain = _plain_groups(rank, groups, where, lost)
         self.state = {"param_groups": plain, "step_in": step_in}
         if step is not None:
             self.state["step"] = step
         self._say_lost(rank, lost)
         self.scaler(rank, opt.get("grad_scaler"), "optimizer.grad_scaler")
         self.native = [_native_group(row, step) for row in plain]
+
+    def _check_alike(self, rank: RankFile, groups: Sequence[Group]) -> None:
+        """Groups say what the first rank's do, in any order.
+
+        A rank whose parameters fill fewer groups may lack some, so only as many are compared.
+        """
+        first = self.state.get("param_groups")
+        said = (groups, first if isinstance(first, list) else groups)
+        rows = [sorted(json.dumps(_hyperparameters(g), sort_keys=True) for g in r) for r in said]
+        if len(rows[0]) == len(rows[1]) and rows[0] != rows[1]:
+            here, there = next(pair for pair in zip(*rows, strict=True) if pair[0] != pair[1])
+            self.builder.faults.append(
+                f"{rank.file}: a param group has {here}, on other ranks {there}; the ranks are "
+                "of different saves"
+            )
 
     def scaler(self, rank: RankFile, table: object, where: str) -> None:
         """The loss scale and its counters; none of a constant one, whose table is empty."""
@@ -347,6 +361,21 @@ def _plain_values(rank: RankFile, where: str, table: Group, lost: list[str]) -> 
         except args_codec.Unknown as error:
             lost.append(f"{key} ({error})")
     return row
+
+
+def _plain_groups(
+    rank: RankFile, groups: Sequence[Group], where: str, lost: list[str]
+) -> list[dict[str, object]]:
+    """The hyperparameters of each group as JSON."""
+    rows = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    return [
+        _plain_values(rank, f"{where}.param_groups.{i}", row, lost) for i, row in enumerate(rows)
+    ]
+
+
+def _hyperparameters(group: Group) -> dict[str, object]:
+    """What a group says of how its parameters are trained; the step is looked at by itself."""
+    return {k: group[k] for k in ("lr", "betas", "eps", "weight_decay", "momentum") if k in group}
 
 
 def _native_group(group: Mapping[str, object], step: int | None) -> dict[str, object]:

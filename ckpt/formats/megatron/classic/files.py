@@ -20,7 +20,7 @@ from ....model.manifest import SideFile
 from ....model.mesh import Coord, Mesh
 from ....move.storage import StoragePath
 from ... import foreign
-from .. import args_codec
+from .. import args_codec, known_args, run_state
 from .. import names as megatron_names
 
 HUGGINGFACE = "huggingface"  # where some frameworks keep config and tokenizer beside the shards
@@ -47,12 +47,12 @@ _ACCELERATE = re.compile(
     r"|scaler\.pt|custom_checkpoint_\d+\.pkl"
 )
 _BESIDE = re.compile(r".*\.(json|txt|md|model|jinja|tiktoken|py|yaml)|LICENSE.*|vocab.*|merges.*")
+# What every rank of one save says alike: its function and its layout.
 _SAME_ARGS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
+    *sorted(known_args.EXPRESSED | set(known_args.PLAIN)),
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "consumed_train_samples",
 )
 
 
@@ -320,6 +320,9 @@ def _check_set(folder: StoragePath, ranks: Mapping[Coord, RankFile]) -> None:
         for coord in Mesh(tuple(sizes.items())).coords()
         if coord not in ranks
     ]
+    for key in run_state.SCHEDULERS:
+        tables = {r.folder.name: r.index.extra.get(key) for r in ranks.values()}
+        faults += _differing(key, {name: _plain(table) for name, table in tables.items()})
     for key in ("iteration", "checkpoint_version"):
         faults += _differing(key, {r.folder.name: r.index.extra.get(key) for r in ranks.values()})
     for key in _SAME_ARGS:
@@ -360,8 +363,13 @@ def folder_name(coord: Coord, pp: int) -> str:
 def _differing(what: str, said: Mapping[str, object]) -> list[str]:
     if len({repr(value) for value in said.values()}) < 2:
         return []
-    rows = ", ".join(f"{name} {value!r}" for name, value in list(said.items())[:8])
+    rows = ", ".join(f"{name} {value!r:.80}" for name, value in list(said.items())[:8])
     return [f"the ranks are of different saves: {what} is {rows}"]
+
+
+def _plain(table: object) -> object:
+    """The plain values of a table; where a tensor of one lies is each file's own."""
+    return args_codec.plain_rows(table)[0] if isinstance(table, dict) else table is None
 
 
 def recorded(path: StoragePath, folder: StoragePath) -> dict[str, tuple[int, str]]:

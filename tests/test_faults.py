@@ -7,8 +7,10 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import failing_calls
 import independent
 import numpy as np
 import pytest
@@ -182,6 +184,25 @@ def test_a_call_that_fails_at_any_time_is_our_error_and_leaves_nothing(
         refused(lambda: job("to/out", workers=1), os.strerror(number))
         if name != "fsync" or at < count - 1:  # the last one comes after the last rename
             assert tree(home) == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the list of open files")
+@pytest.mark.parametrize("name", ["stat", "fstat", "pread"])
+@some_jobs
+def test_a_look_at_a_lock_or_file_that_fails_is_our_error_and_leaves_no_file_open(
+    name, job, home, monkeypatch
+):
+    """The lock is looked at before every line of the journal: found by ``make torture``."""
+    monkeypatch.setattr(jobs, "SYNC_SECONDS", -1.0)
+    with failing_calls.watched() as counts:
+        job("to/out", workers=1)
+    shutil.rmtree("to")
+    Path("to").mkdir()
+    opened = len(os.listdir("/proc/self/fd"))
+    for at in range(0, counts[name], max(1, counts[name] // 12)):
+        with failing_calls.watched(name, at, errno.ESTALE), suppress(CheckpointError):
+            job("to/out", workers=1, overwrite=True)
+        assert len(os.listdir("/proc/self/fd")) == opened, at
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])

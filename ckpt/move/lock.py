@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .storage import told
 
 RENEW_SECONDS = 60.0
 STALE_SECONDS = 600.0
@@ -172,8 +173,10 @@ class OutputLock:
 
     def check(self) -> None:
         """Raise unless this run still holds the lock."""
-        record = _last(self._fd)
-        if not self._is_current() or record is None or record.run != self.record.run:
+        with told(self.path):
+            record = _last(self._fd)
+            is_ours = self._is_current() and record is not None and record.run == self.record.run
+        if not is_ours:
             raise CheckpointError(
                 f"{self.output}: another run has taken {self.path}; nothing was published"
             )

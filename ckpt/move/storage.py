@@ -161,9 +161,12 @@ class LocalStorage:
         # A pipe opened without O_NONBLOCK would wait for its other end.
         how = os.O_RDWR | os.O_NOFOLLOW if write else os.O_RDONLY  # never written through a link
         fd = os.open(path, how | os.O_CLOEXEC | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "is not a regular file", path)
+        except BaseException:
             os.close(fd)
-            raise OSError(errno.EINVAL, "is not a regular file", path)
+            raise
         return fd
 
     def create(self, path: str, size: int) -> int:

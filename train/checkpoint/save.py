@@ -30,6 +30,7 @@ from shardwright.ckpt.model.file_layout import FileLayout
 from shardwright.ckpt.model.manifest import Manifest, SideFile
 from shardwright.ckpt.move import tree
 from shardwright.ckpt.move.publish import OutputTransaction, staging_folder
+from shardwright.ckpt.move.storage import told
 from shardwright.ckpt.reader import LATEST
 
 from ..errors import TrainError
@@ -291,12 +292,13 @@ def _is_ours(folder: Path) -> bool:
 def _point_to(final: Path) -> None:
     """Make ``latest`` name a checkpoint, which is on the disk already."""
     pointer = final.parent / f".{LATEST}.partial"
-    with pointer.open("w", encoding="utf-8") as file:
-        file.write(final.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(pointer, final.parent / LATEST)
-    tree.sync_names(final.parent)
+    with told(pointer):
+        with pointer.open("w", encoding="utf-8") as file:
+            file.write(final.name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(pointer, final.parent / LATEST)
+        tree.sync_names(final.parent)
 
 
 def _write_side(stage: Path, side: SideFile) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,12 @@ def test_calls_are_counted_and_one_fails(tmp_path):
             with watched(name, at), pytest.raises(OSError, match="Input/output error"):
                 write()
     assert write() == "text"
+
+
+def test_the_page_names_tests_that_exist_and_has_a_place_for_the_counts():
+    page = (SCRIPT.parents[1] / "docs/reliability.md").read_text()
+    assert all(page.count(mark) == 1 for mark in torture.MARKS)
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    assert len(named) > 40
+    absent = [row for row in named if f"def {row[1]}(" not in (SCRIPT.parent / row[0]).read_text()]
+    assert not absent

@@ -16,7 +16,7 @@ from .errors import CheckpointError, raise_all
 from .integrity import check_source
 from .model.design import Design, check_design
 from .model.dtypes import TO_TORCH
-from .model.manifest import SideFile
+from .model.manifest import SideFile, View
 from .model.planner import Copy, Plan, Tolerance, chunk_count, plan, resolve
 from .move.kept import kept_fault, mode_of, side_bytes, write_side
 from .move.progress import Progress, human
@@ -163,7 +163,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
             _create(design)
             transaction.begin()
         else:
-            _check_kept(design)
+            _check_kept(design, made)
             report.notes.append(f"continued: {len(transaction.done)} tensors were already there")
         if options.verify_source:
             used = {copy.src.file for copy in (*made.copies, *made.replicas)}
@@ -262,10 +262,13 @@ def _check_space(report: Report, folder: Path) -> None:
         )
 
 
-def _check_kept(design: Design) -> None:
-    """On resume, check the partial files: regular, of their sizes, with their headers."""
+def _check_kept(design: Design, made: Plan) -> None:
+    """On resume, check the partial files: regular, of their sizes, with headers and zeros."""
+    zeros: dict[str, list[View]] = {file.path: [] for file in design.files}
+    for chunk in made.zeros:
+        zeros[chunk.view.file].append(chunk.view)
     for file in design.files:
-        fault = kept_fault(file)
+        fault = kept_fault(file, zeros[file.path])
         if fault:
             raise CheckpointError(f"{file.path}: {fault}; run again without --resume to start over")
 

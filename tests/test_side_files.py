@@ -260,6 +260,29 @@ def test_a_flipped_bit_in_what_is_kept_is_never_published(stopped, home):
     assert content(home / "out") == wanted
 
 
+def test_new_padding_rows_that_were_altered_are_noticed_on_resume(home):
+    """A4: nothing is copied there, so comparing with the source does not look at them."""
+    argv = ("reshard", "hf", "--tp", 2, "--make-vocab-size-divisible-by", 32)
+    argv += ("--output", "out", "--workers", 1)
+    with Forge() as forge:
+        whole = forge.run(*argv, sync=True)["moments"]
+        wanted = content(home / "out")
+        shutil.rmtree(home / "out")
+        forge.run(*argv, sync=True, at=whole * 3 // 4)
+    file = home / ".out.partial/model_tp_1_pp_0.safetensors"
+    table = json.loads(file.read_bytes()[8:][: int.from_bytes(file.read_bytes()[:8], "little")])
+    start, stop = table["embedding.word_embeddings.weight"]["data_offsets"]
+    end = 8 + int.from_bytes(file.read_bytes()[:8], "little") + stop
+    assert not any(file.read_bytes()[end - 64 : end]), "the last row is a new one"
+    flip(file, end - 1)
+    how = {"tp": 2, "make_vocab_size_divisible_by": 32}
+    again = RunOptions(resume=True, workers=1)
+    refused(lambda: reshard("hf", "out", run=again, **how), file.name, "padding rows", "start over")
+    flip(file, end - 1)
+    reshard("hf", "out", run=again, **how)
+    assert content(home / "out") == wanted
+
+
 def test_a_header_that_was_changed_is_not_continued(stopped, home):
     file, wanted = stopped
     flip(file, 20)

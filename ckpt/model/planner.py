@@ -8,13 +8,13 @@ format has put off reading headers, ``resolve(plan)`` reads those that the copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import raise_all
 from .box import Box, full
 from .dtypes import CASTABLE, ITEMSIZE
-from .manifest import Manifest, Place, TensorMeta, View, category_of, locate
+from .manifest import Chunk, Manifest, Place, TensorMeta, View, category_of, locate
 from .tiling import Match, match, target_fault
 
 MAX_REPEATED_BYTES = 1 << 32  # of a tensor whose strides name the same bytes again and again
@@ -87,6 +87,7 @@ class Plan:
     copies: list[Copy]
     replicas: list[Copy]  # src: the chunk that is used; dst: the one that must equal it
     coverage: Coverage
+    zeros: list[Chunk] = field(default_factory=list)  # of the target: new padding rows
 
 
 def plan(
@@ -108,12 +109,17 @@ def plan(
     faults: list[str] = []
     coverage = Coverage()
     found: dict[str, Match] = {}
+    zeros: list[Chunk] = []
     if not share:
         _account_for_unused(source, target, drop, coverage, faults)
     for fqn, meta in target.tensors.items():
         have = source.tensors.get(fqn)
         if have is None:
-            _fill_with_zeros(fqn, meta, target, coverage, faults)
+            if meta.elastic:
+                zeros += _new_rows(fqn, 0, target)
+            else:
+                need = f"shape {list(meta.shape)} is needed"
+                faults.append(f"{fqn}: missing in the source ({need})")
             continue
         fault = _meta_fault(have, meta)
         if fault:
@@ -121,7 +127,8 @@ def plan(
             continue
         common = full(tuple(map(min, have.shape, meta.shape)))
         if meta.elastic:
-            _account_for_padding(fqn, have, meta, target, coverage)
+            zeros += _new_rows(fqn, have.shape[0], target)
+            _account_for_lost_rows(have, meta, coverage)
         boxes = [tuple(c.box for c in m.chunks[fqn]) for m in (source, target)]
         found[fqn] = match(common, boxes[0], boxes[1], part)
         fault = found[fqn].fault
@@ -142,7 +149,8 @@ def plan(
         coverage.replicas += len({j for _, j, _ in pairs.repeats})
     coverage.read_bytes = sum(c.box.numel * ITEMSIZE[c.source.dtype] for c in copies)
     coverage.written_bytes = sum(c.nbytes for c in copies)
-    return Plan(copies, replicas, coverage)
+    coverage.zero_bytes = sum(z.box.numel * ITEMSIZE[z.place.dtype] for z in zeros)
+    return Plan(copies, replicas, coverage, zeros)
 
 
 def resolve(made: Plan) -> Plan:
@@ -156,7 +164,7 @@ def resolve(made: Plan) -> Plan:
     if deferred:
         locate(deferred)
         copies, replicas = ([_found(c) for c in rows] for rows in (made.copies, made.replicas))
-        made = Plan(copies, replicas, made.coverage)
+        made = Plan(copies, replicas, made.coverage, made.zeros)
     raise_all(
         [fault for c in (*made.copies, *made.replicas) if (fault := _repeated(c))],
         "strides repeat a few bytes",
@@ -204,16 +212,14 @@ def _account_for_unused(
             coverage.drop(reason, meta.nbytes)
 
 
-def _fill_with_zeros(
-    fqn: str, meta: TensorMeta, target: Manifest, coverage: Coverage, faults: list[str]
-) -> None:
-    """New padding rows: files are created as zeros, so nothing is copied."""
-    if not meta.elastic:
-        faults.append(f"{fqn}: missing in the source (shape {list(meta.shape)} is needed)")
-        return
-    coverage.zero_bytes += sum(
-        c.box.numel * ITEMSIZE[c.place.dtype] for c in target.chunks.get(fqn, ())
-    )
+def _new_rows(fqn: str, have: int, target: Manifest) -> Iterator[Chunk]:
+    """The places of padding rows from row ``have`` on: files are created as zeros."""
+    for chunk in target.chunks.get(fqn, ()):
+        rows = chunk.box.stop(0) - max(have, chunk.box.offsets[0])
+        if rows > 0 and chunk.box.numel:
+            offsets = (chunk.box.stop(0) - rows, *chunk.box.offsets[1:])
+            box = Box(offsets, (rows, *chunk.box.sizes[1:]))
+            yield Chunk(fqn, box, chunk.narrow(box))
 
 
 def _meta_fault(have: TensorMeta, want: TensorMeta) -> str | None:
@@ -226,15 +232,8 @@ def _meta_fault(have: TensorMeta, want: TensorMeta) -> str | None:
     return None
 
 
-def _account_for_padding(
-    fqn: str, have: TensorMeta, want: TensorMeta, target: Manifest, coverage: Coverage
-) -> None:
-    """Padding tensors may differ in rows: say what is zero and what is left behind."""
-    itemsize = ITEMSIZE[want.dtype]
-    for chunk in target.chunks[fqn]:
-        rows = max(0, chunk.box.stop(0) - max(have.shape[0], chunk.box.offsets[0]))
-        if chunk.box.sizes[0]:
-            coverage.zero_bytes += rows * chunk.box.numel // chunk.box.sizes[0] * itemsize
+def _account_for_lost_rows(have: TensorMeta, want: TensorMeta, coverage: Coverage) -> None:
+    """Padding tensors may differ in rows: say what is left behind."""
     lost = have.shape[0] - want.shape[0]
     if lost > 0:
         reason = "padding rows that the target has no place for"

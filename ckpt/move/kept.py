@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..model.design import OutFile
-from ..model.manifest import SideFile
-from .files import copy_file, write_file
+from ..model.manifest import SideFile, View
+from . import tree
+from .executor import view_runs
+from .files import SCRATCH_BYTES, copy_file, write_file
 from .storage import StoragePath, storage_path, told
 
 
@@ -21,10 +23,9 @@ def write_side(root: Path, side: SideFile, source: StoragePath) -> None:
     """
     target = root / side.name
     with told(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        tree.make(target.parent)
         with contextlib.suppress(FileNotFoundError):
             target.unlink()  # of a run that was killed here
-        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         if side.source:
             copy_file(source.at(side.source), storage_path(target))
             os.chmod(target, target.stat().st_mode & (os.stat(side.source).st_mode | 0o600))
@@ -56,8 +57,11 @@ def mode_of(files: Iterable[str], within: StoragePath) -> int:
     return mode
 
 
-def kept_fault(file: OutFile) -> str:
-    """Why a file that was left is not the one that was made; empty if it is."""
+def kept_fault(file: OutFile, zeros: Iterable[View]) -> str:
+    """Why a file that was left is not the one that was made; empty if it is.
+
+    ``zeros`` are the places in it that nothing is copied to.
+    """
     size = file.layout.size_bytes
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -77,4 +81,9 @@ def kept_fault(file: OutFile) -> str:
                 found[slot - offset : slot - offset + 4] = made[slot - offset : slot - offset + 4]
             if bytes(found) != made:
                 return f"its header at byte {offset} is not the one that was made"
+        for offset, length in (run for view in zeros for run in view_runs(view)):
+            opened.seek(offset)
+            for at in range(0, length, SCRATCH_BYTES):
+                if any(opened.read(min(SCRATCH_BYTES, length - at))):
+                    return f"its new padding rows from byte {offset} on are not zeros"
     return ""

@@ -115,7 +115,7 @@ class OutputTransaction:
 
     def _enter(self) -> None:
         try:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
+            tree.make(self.output.parent)
             before = self.lock.take()
             self._locked = True
         except OSError as error:
@@ -248,7 +248,7 @@ class OutputTransaction:
                 below = folder.relative_to(self.output)
                 kept = [name for name in names if not is_made((below / name).as_posix())]
                 if kept:
-                    (self.path / below).mkdir(parents=True, exist_ok=True)
+                    tree.make(self.path / below)
                 for name in kept:
                     tree.link(folder / name, self.path / below / name)
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from ..errors import CheckpointError
+from . import tree
 
 MAX_PARSED_BYTES = 100_000_000  # of a file that is read whole: what safetensors allows a header
 
@@ -80,7 +81,7 @@ class Storage(Protocol):
     def open(self, path: str, *, write: bool = False) -> int: ...
 
     def create(self, path: str, size: int) -> int:
-        """A new file of ``size`` zeros, open for reading and writing; replaces an old one."""
+        """A new file of ``size`` zeros, open for reading and writing; refused if one is there."""
         ...
 
     def stat_open(self, file: int) -> Stat: ...
@@ -170,9 +171,7 @@ class LocalStorage:
         return fd
 
     def create(self, path: str, size: int) -> int:
-        fd = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
-        )
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             os.ftruncate(fd, size)
         except BaseException:
@@ -206,7 +205,7 @@ class LocalStorage:
         os.close(file)
 
     def make_folder(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
+        tree.make(Path(path))
 
     def rename(self, path: str, to: str) -> None:
         os.replace(path, to)

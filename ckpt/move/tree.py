@@ -34,6 +34,21 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
         yield folder, names
 
 
+def make(folder: Path) -> None:
+    """Make a folder and those above it; one that is there is kept.
+
+    `os.makedirs` and `Path.mkdir` call themselves for each level that is missing.
+    """
+    missing = [folder]
+    while not missing[-1].is_dir() and missing[-1] != missing[-1].parent:
+        missing.append(missing[-1].parent)
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+
 def remove(path: Path, keep: str = "") -> None:
     """Remove a file, a link or a folder with all that is in it; nothing there is nothing to do.
 

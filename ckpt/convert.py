@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .checkpoint.config import find_config
-from .checkpoint.json_io import load_json
+from .checkpoint.config import find_config, with_config
 from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
 from .errors import CheckpointError, raise_all
 from .formats import writers
@@ -21,13 +18,14 @@ from .formats.side_files import side_files
 from .formats.writing import WholeFiles, WriteRequest
 from .integrity import incomplete_states
 from .jobs import Job, Report, RunOptions, run_job
-from .model.dtypes import CASTABLE, TO_TORCH, parse_dtype
+from .model.dtypes import CASTABLE, parse_dtype
 from .model.family import build_mesh
 from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_padding
 from .model.mesh import AXES, interleaved, named_axes, split_by_counts
 from .model.planner import Tolerance, by_category
 from .model.target import Target, main_dtype
 from .move.storage import Where, storage_path
+from .output_name import absolute, default_output
 from .reader import read_checkpoint
 
 if TYPE_CHECKING:
@@ -177,11 +175,11 @@ def _job(
     if not weights_only:
         _check_optimizer(ckpt, options)
     target = None if writer.WEIGHTS_ONLY else _target(ckpt, options)
-    where = _absolute(output) if output else _beside(ckpt, target, writer)
+    where = absolute(output) if output else default_output(source, ckpt, target, writer)
     ckpt = _renamed_masters(ckpt) if options.from_master else ckpt
     metas = _cast(ckpt.manifest.tensors, options.dtype)
-    dtype = parse_dtype(options.dtype) if options.dtype else ""
-    sides = _described(ckpt, dtype or (main_dtype(metas) if options.from_master else ""))
+    said = parse_dtype(options.dtype) if options.dtype else ""
+    sides = with_config(ckpt, metas, said or (main_dtype(metas) if options.from_master else ""))
     whole = _whole_files(where, options) if writer.WEIGHTS_ONLY else WholeFiles()
     state = ckpt.manifest.state
     request = WriteRequest(
@@ -257,20 +255,6 @@ def _check_applies(options: ReshardOptions) -> None:
         )
 
 
-def _beside(ckpt: Checkpoint, target: Target | None, writer: Writer) -> Path:
-    """The default output: named after the source and the layout, and the format if it is new."""
-    stem = ckpt.path.name if ckpt.path.is_dir() else ckpt.path.stem
-    axes = target.mesh.axes if target is not None else ()
-    same = writer.TO in (ckpt.format, SHARDS) and target is not None
-    kind = "" if same else f"-{writer.TO}"
-    return Path(ckpt.path.parent) / (stem + kind + "".join(f"-{a}{n}" for a, n in axes))
-
-
-def _absolute(output: str | Path) -> Path:
-    """Where an output goes; a shell leaves the ~ of ``--output=~/x`` to us."""
-    return Path(os.path.expanduser(output)).absolute()
-
-
 def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
     """The new layout, with everything that the user left open taken from the source."""
     model = ckpt.need_model()
@@ -323,40 +307,6 @@ def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, Tenso
         else m
         for fqn, m in metas.items()
     }
-
-
-def _described(ckpt: Checkpoint, dtype: str) -> list[SideFile]:
-    """What travels along, with a config.json that says what is written; ``dtype`` if it is new.
-
-    transformers loads a model in its config's dtype, so an old one would undo a cast; rows that
-    --vocab-size cut are not in the weights any more.
-    """
-    sides, model = list(ckpt.manifest.side_files), ckpt.model
-    if dtype:
-        sides = [_retyped(s, dtype) if s.name == "config.json" else s for s in sides]
-    if model is not None and model.config.get("vocab_size") != model.sizes["vocab"]:
-        vocab = model.sizes["vocab"]
-        sides = [_resized(s, vocab) if s.name == "config.json" else s for s in sides]
-    return sides
-
-
-def _retyped(side: SideFile, dtype: str) -> SideFile:
-    table = _json_of(side)
-    keys = [key for key in ("dtype", "torch_dtype") if key in table] or ["torch_dtype"]
-    table.update(dict.fromkeys(keys, TO_TORCH[dtype]))
-    return SideFile(side.name, text=json.dumps(table, indent=2) + "\n")
-
-
-def _resized(side: SideFile, vocab: int) -> SideFile:
-    table = {**_json_of(side), "vocab_size": vocab}
-    return SideFile(side.name, text=json.dumps(table, indent=2) + "\n")
-
-
-def _json_of(side: SideFile) -> dict[str, object]:
-    if side.text:
-        table: dict[str, object] = json.loads(side.text)
-        return table
-    return load_json(side.source, finite=False)
 
 
 def _accompanied(ckpt: Checkpoint, read: ReadOptions) -> Checkpoint:

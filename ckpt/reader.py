@@ -90,7 +90,10 @@ def follow(path: Where, iteration: int | None = None) -> StoragePath:
     where = storage_path(path)
     if not where.exists():
         raise CheckpointError(f"{str(path)!r}: {foreign.what_is_absent(str(path))}")
-    where = where.real()
+    real = where.real()
+    if real.is_file() and not real.suffix:  # Hugging Face's cache: a link's name tells the type
+        real = where.parent.real() / where.name
+    where = real
     return _latest(where) if iteration is None else _numbered(where, iteration)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -59,6 +60,59 @@ def test_the_default_output_of_hf_is_one_name_for_both_commands(home):
     assert reshard("hf", tp=2).output == home / "hf-tp2-pp1"
 
 
+def cached(home, source):
+    """``source`` as a model in Hugging Face's cache: a snapshot of links to blobs."""
+    repo = home / "cache/hub/models--org--tiny"
+    snapshot = repo / "snapshots" / ("0a" * 20)
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for number, file in enumerate(sorted(p for p in source.iterdir() if p.is_file())):
+        file.rename(repo / "blobs" / f"{number:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    return snapshot
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors"])
+def test_a_model_of_the_cache_is_written_into_the_current_folder(name, home, monkeypatch):
+    """I3: beside its snapshot it would be a snapshot to Hugging Face's tools."""
+    shutil.copy(home / "hf/config.json", home / "config.json")
+    source = cached(home, home / "hf")
+    read = ReadOptions(config=home / "config.json") if name else None
+    (home / "work").mkdir()
+    monkeypatch.chdir(home / "work")
+    before = sorted((home / "cache").rglob("*"))
+    assert reshard(source / name, tp=2, read=read).output == home / "work/tiny-tp2-pp1"
+    assert merge(source / name, read=read).output == home / "work/tiny-hf"
+    assert sorted((home / "cache").rglob("*")) == before
+
+
+def test_an_output_is_named_after_the_link_that_was_typed(home):
+    """I3."""
+    (home / "store").mkdir()
+    (home / "hf").rename(home / "store/0a0b0c")
+    (home / "mine").mkdir()
+    (home / "mine/llama").symlink_to(home / "store/0a0b0c")
+    assert reshard("mine/llama", tp=2).output == home / "mine/llama-tp2-pp1"
+    assert reshard("mine/llama/", to="hf").output == home / "mine/llama-hf"
+    assert sorted(p.name for p in (home / "store").iterdir()) == ["0a0b0c"]
+    (home / "one").symlink_to("mine/llama/model.safetensors")
+    read = ReadOptions(config=home / "store/0a0b0c/config.json")
+    assert reshard("one", tp=1, read=read).output == home / "one-tp1-pp1"
+    linked = cached(home, home / "store/0a0b0c")
+    (home / "short").symlink_to(linked)
+    assert reshard("short", tp=1).output == home / "short-tp1-pp1", "a link out of the cache too"
+
+
+def test_a_checkpoint_of_a_linked_save_folder_is_named_by_way_of_the_link(home):
+    (home / "run").mkdir()
+    (home / "native").rename(home / "run/checkpoint-10")
+    (home / "run/latest").write_text("checkpoint-10\n")
+    (home / "it").symlink_to("run")
+    assert merge("it").output == home / "it/checkpoint-10-hf"
+    said = merge("run", run=RunOptions(dry_run=True))
+    assert said.output == home / "run/checkpoint-10-hf", "the same place"
+
+
 def request_without(ckpt, *names, **fields):
     """A request whose source has lost tensors on the way."""
     tensors = {f: m for f, m in ckpt.manifest.tensors.items() if f not in names}
@@ -72,8 +126,8 @@ def test_a_tensor_that_the_source_lost_is_an_error_toward_hf_too(home):
     """C1: coverage is proved against the family's table, not against the source itself."""
     ckpt = read_checkpoint("native", ReadOptions(weights_only=True))
     lost = "model.layers.2.mlp.down_proj.weight"
-    less, order = request_without(ckpt, lost)
-    made = writers()["hf"].design(order, home / "out")
+    less, request = request_without(ckpt, lost)
+    made = writers()["hf"].design(request, home / "out")
     refused(lambda: plan(less.manifest, made.manifest), lost, "missing in the source")
 
 

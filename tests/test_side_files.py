@@ -271,7 +271,7 @@ def test_new_padding_rows_that_were_altered_are_noticed_on_resume(home):
         forge.run(*argv, sync=True, at=whole * 3 // 4)
     file = home / ".out.partial/model_tp_1_pp_0.safetensors"
     table = json.loads(file.read_bytes()[8:][: int.from_bytes(file.read_bytes()[:8], "little")])
-    start, stop = table["embedding.word_embeddings.weight"]["data_offsets"]
+    _, stop = table["embedding.word_embeddings.weight"]["data_offsets"]
     end = 8 + int.from_bytes(file.read_bytes()[:8], "little") + stop
     assert not any(file.read_bytes()[end - 64 : end]), "the last row is a new one"
     flip(file, end - 1)

@@ -36,8 +36,8 @@ OF_OS = {
     "path.expanduser",
 }
 MODULES = {"shutil", "tempfile", "glob", "io", "fcntl", "filecmp", "mmap"}
-# Outputs are local folders still, made by move/publish.py: these two hand it their names.
-NAMES_OUTPUTS = {"convert.py", "jobs.py"}
+# Outputs are local folders still, made by move/publish.py: these hand it their names.
+NAMES_OUTPUTS = {"convert.py", "output_name.py", "jobs.py"}
 
 
 def outside() -> list[Path]:

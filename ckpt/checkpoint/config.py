@@ -1,16 +1,20 @@
-"""From a Hugging Face config.json to a ``Model``: its family, sizes and flags."""
+"""A Hugging Face config.json: the ``Model`` that it describes, and its text for an output."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from .. import families
 from ..errors import CheckpointError, raise_all
+from ..model.dtypes import CASTABLE, TO_TORCH, dtype_named
 from ..model.family import Model, evaluate, model_flags, placeholders
+from ..model.manifest import SideFile, TensorMeta, category_of, is_padding
+from ..model.target import main_dtype
 from ..move.storage import StoragePath, Where, storage_path
 from .function import contradictions, settings
 from .json_io import load_json
-from .types import ReadOptions
+from .types import Checkpoint, ReadOptions
 
 MAX_LAYERS = 10_000  # a config may say any number, and names are made for each
 
@@ -74,3 +78,50 @@ def model_from(config: Mapping[str, object], path: str, vocab_size: int | None =
     if vocab_size is not None:
         sizes["vocab"] = vocab_size
     return Model(family, config, sizes, model_flags(family, config, str(path)))
+
+
+# --- for an output ----------------------------------------------------------------------------
+
+
+def with_config(ckpt: Checkpoint, metas: Mapping[str, TensorMeta], dtype: str) -> list[SideFile]:
+    """What travels along, with a config.json that says what is written.
+
+    ``metas`` are the tensors with the dtypes to write, ``dtype`` the one that was asked for, or "".
+    transformers loads a model in its config's dtype, so an old one would undo a cast, or a
+    training in fp32; rows that --vocab-size cut are not in the weights any more.
+    """
+    changed = []
+    for side in ckpt.manifest.side_files:
+        if side.name == "config.json":
+            table = json.loads(side.text) if side.text else load_json(side.source, finite=False)
+            new = {**table, **_dtype_keys(table, metas, dtype)}
+            if ckpt.model is not None and ckpt.model.config.get("vocab_size") != (
+                vocab := ckpt.model.sizes["vocab"]
+            ):
+                new["vocab_size"] = vocab
+            if new != table:
+                side = SideFile(side.name, text=json.dumps(new, indent=2) + "\n")
+        changed.append(side)
+    return changed
+
+
+def _dtype_keys(
+    table: Mapping[str, object], metas: Mapping[str, TensorMeta], dtype: str
+) -> dict[str, str]:
+    """The keys of a config that name another dtype than the weights will have, made right.
+
+    A mixed checkpoint keeps what its config says as long as some weight is of that dtype.
+    """
+    keys = [key for key in ("dtype", "torch_dtype") if key in table]
+    weights = {f: m for f, m in metas.items() if category_of(f) == "" and not is_padding(f)}
+    found = {meta.dtype for meta in weights.values()}
+    if not dtype:
+        said = {key: dtype_named(table[key]) for key in keys}
+        keys = [key for key in keys if said[key] in CASTABLE and said[key] not in found]
+        dtype = main_dtype(weights)
+        if dtype not in CASTABLE:  # packed weights, which a config describes otherwise
+            return {}
+    else:
+        keys = keys or ["torch_dtype"]
+    prefix = {key: "torch." if str(table.get(key)).startswith("torch.") else "" for key in keys}
+    return {key: prefix[key] + TO_TORCH[dtype] for key in keys}

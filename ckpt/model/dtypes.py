@@ -42,10 +42,15 @@ _SPELLINGS = {
 }  # fmt: skip
 
 
+def dtype_named(text: object) -> str:
+    """``bf16``, ``bfloat16``, ``torch.bfloat16`` or ``BF16`` -> ``BF16``; others as they are."""
+    key = str(text).strip().removeprefix("torch.")
+    return _SPELLINGS.get(key.lower(), key.upper())
+
+
 def parse_dtype(text: str) -> str:
-    """``bf16``, ``bfloat16``, ``torch.bfloat16`` or ``BF16`` -> ``BF16``; castable types only."""
-    key = text.strip().removeprefix("torch.")
-    dtype = _SPELLINGS.get(key.lower(), key.upper())
+    """A type that ``--dtype`` casts to; CheckpointError for any other."""
+    dtype = dtype_named(text)
     if dtype not in CASTABLE:
         known = ", ".join(sorted(_SPELLINGS))
         raise CheckpointError(f"--dtype {text}: not a type to cast to; choose one of {known}")

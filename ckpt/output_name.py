@@ -1,0 +1,62 @@
+"""Where an output goes: as the user typed it, or under a name made from the source's."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoint.types import Checkpoint
+from .formats.native.names import NAME as SHARDS
+from .model.target import Target
+from .move.storage import StoragePath, Where, storage_path
+
+if TYPE_CHECKING:
+    from .formats.writing import Writer
+
+
+def absolute(output: str | Path) -> Path:
+    """Where an output goes; a shell leaves the ~ of ``--output=~/x`` to us."""
+    return Path(os.path.expanduser(output)).absolute()
+
+
+def default_output(source: Where, ckpt: Checkpoint, target: Target | None, writer: Writer) -> Path:
+    """Beside the source, named after it and the layout, and the format if it is new.
+
+    A link gives its own name and place. A model in Hugging Face's cache gives its name alone: the
+    output is in the current folder, since the cache is no place for files of others.
+    """
+    named = _as_typed(source, ckpt.path)
+    cached = _cached_name(ckpt.path)
+    if cached and _cached_name(named):
+        stem, folder = cached, Path.cwd()
+    else:
+        stem, folder = named.name if ckpt.path.is_dir() else named.stem, Path(named.parent)
+    axes = target.mesh.axes if target is not None else ()
+    same = writer.TO in (ckpt.format, SHARDS) and target is not None
+    kind = "" if same else f"-{writer.TO}"
+    return folder / (stem + kind + "".join(f"-{axis}{size}" for axis, size in axes))
+
+
+def _as_typed(source: Where, found: StoragePath) -> StoragePath:
+    """The path of the checkpoint ``found`` by way of the links that the user named.
+
+    ``source`` may be a save folder, in which a pointer led on to the checkpoint.
+    """
+    typed = storage_path(source)
+    if typed.storage is not found.storage or ".." in typed.pure.parts:
+        return found
+    top = typed.real()
+    if top != found and top not in found.parents:
+        return found
+    local = typed.at(str(Path(typed.pure).absolute()))
+    return local / found.relative_to(top)
+
+
+def _cached_name(path: StoragePath) -> str:
+    """What Hugging Face's cache calls the model that a path below it belongs to; empty outside."""
+    for repo, kind in pairwise(path.pure.parts):
+        if repo.startswith("models--") and kind in ("snapshots", "blobs"):
+            return repo.rpartition("--")[2]
+    return ""

@@ -54,6 +54,7 @@ class ReshardOptions:
     max_shard_bytes: int | None = None  # None: one file
     from_master: bool = False  # export the optimizer's fp32 masters
     allow_incomplete_args: bool = False  # write args of Megatron-LM that lack part of the model
+    adam: str | None = None  # whose Adam megatron-core uses: fused or torch
 
     def asked(self) -> list[str]:
         """The options that not every format has, as far as they were given."""
@@ -68,6 +69,7 @@ class ReshardOptions:
             "--max-shard-size": self.max_shard_bytes,
             "--from-master": self.from_master or None,
             "--allow-incomplete-args": self.allow_incomplete_args or None,
+            "--adam": self.adam,
         }
         return [name for name, value in given.items() if value is not None]
 
@@ -90,6 +92,7 @@ def reshard(
     max_shard_size: int | None = None,
     from_master: bool = False,
     allow_incomplete_args: bool = False,
+    adam: str | None = None,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     **axes: int | None,
@@ -102,8 +105,9 @@ def reshard(
     virtual ones, ``dtype`` casts the weights, ``axes`` are ranks of mesh axes beyond these.
     ``use_distributed_optimizer`` picks the form of Megatron-LM's optimizer state.
     ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. A model that args of
-    Megatron-LM cannot say is refused without ``allow_incomplete_args``. Default output:
-    ``DIR-tp4-pp2`` or ``DIR-hf`` beside the source. Raises CheckpointError.
+    Megatron-LM cannot say is refused without ``allow_incomplete_args``. ``adam`` is the class that
+    is to load Megatron-LM's plain optimizer: fused (Apex's, TransformerEngine's) or torch. Default
+    output: ``DIR-tp4-pp2`` or ``DIR-hf`` beside the source. Raises CheckpointError.
     """
     unknown = set(axes) - set(AXES)
     if unknown:
@@ -122,6 +126,7 @@ def reshard(
         max_shard_size,
         from_master,
         allow_incomplete_args,
+        adam,
     )
     _check_applies(options)
     job = _job(source, output, options, read or ReadOptions())
@@ -184,7 +189,7 @@ def _job(
     state = ckpt.manifest.state
     request = WriteRequest(
         ckpt, target, metas, state, weights_only, tuple(sides), whole,
-        options.allow_incomplete_args,
+        options.allow_incomplete_args, options.adam,
     )  # fmt: skip
     lost = "Hugging Face files hold no optimizer state"
     return Job(

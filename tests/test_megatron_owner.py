@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_megatron import CONFIG, GPT2, _gpt2, _llama
 from test_training_state import FULL, _classic, _common, _native
 
-from shardwright.ckpt import ReadOptions, merge, reshard, verify
+from shardwright.ckpt import CheckpointError, ReadOptions, merge, reshard, verify
 from shardwright.ckpt.formats.megatron.args import says
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -79,6 +79,62 @@ def test_the_groups_of_torchs_adam_become_those_of_a_fused_one(golden: Path, tmp
         (True, 3, int), (True, 3, int),
     ]  # fmt: skip
     assert verify(source, tmp_path / "made").same
+
+
+PLAIN = [form for form in FORMS if form in ("classic", "torch_dist")]
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_torchs_adam_makes_its_next_step_from_what_is_written_for_it(form: str, tmp_path) -> None:
+    """megatron-core uses it where neither Apex nor TransformerEngine is installed."""
+    source = _native(tmp_path / "in", FULL)
+    said = reshard(source, tmp_path / "fused", **FORMS[form]).lines()
+    assert any("--adam torch writes it for a megatron-core without both" in line for line in said)
+    said = reshard(source, tmp_path / "made", adam="torch", **FORMS[form]).lines()
+    assert not any("--adam" in line for line in said)
+    assert verify(tmp_path / "fused", tmp_path / "made").same
+    optimizer = _file(tmp_path / "made", form)["optimizer"]
+    state = optimizer["state"]
+    steps = [state["common_step"]] if form == "torch_dist" else [x["step"] for x in state.values()]
+    assert {step.item() for step in steps} == {7.0}
+    for group in _groups(tmp_path / "made", form):
+        assert "step" not in group
+        weight = torch.nn.Parameter(torch.ones(2))
+        adam = torch.optim.AdamW([weight], lr=1.0)
+        moments = {"step": torch.tensor(7.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+        adam.load_state_dict({"state": {0: moments}, "param_groups": [{**group, "params": [0]}]})
+        weight.grad = torch.ones(2)
+        adam.step()  # both moments stay 1, each is divided by 1 - beta ** 8
+        scaled = (1 - 0.95**8) ** 0.5 / (1 - 0.9**8)
+        wanted = 1 - 0.25 * group["weight_decay"] - 0.25 * scaled
+        assert weight.tolist() == pytest.approx([wanted] * 2)
+
+
+def test_an_adam_of_the_other_class_is_written_for_the_golden_run(golden: Path, tmp_path) -> None:
+    """What Megatron-LM itself cannot move from one to the other."""
+    for source, adam in (("", "fused"), ("_fusedadam", "torch")):
+        source = f"llama_bf16_tp2pp2{source}_torch"
+        made = tmp_path / adam
+        reshard(golden / source, made, to="megatron", tp=1, pp=1, adam=adam)
+        optimizer = _classic(made)["optimizer"]["optimizer"]
+        steps = {
+            "fused": [g.get("step") for g in optimizer["param_groups"]],
+            "torch": [s["step"].item() for s in optimizer["state"].values() if "step" in s],
+        }
+        assert set(steps[adam]) == {3}
+        assert all(step is None for step in steps["fused" if adam == "torch" else "torch"])
+        assert verify(golden / source, made).same
+
+
+@pytest.mark.parametrize("form", ["classic, flat", "torch_dist, sharded"])
+def test_torchs_adam_is_refused_where_megatron_core_cannot_load_it(form: str, tmp_path) -> None:
+    source = _native(tmp_path / "in", FULL)
+    with pytest.raises(CheckpointError, match="--no-use-distributed-optimizer"):
+        reshard(source, tmp_path / "made", adam="torch", **FORMS[form])
+    with pytest.raises(CheckpointError, match="--adam 'x': known are fused, torch"):
+        reshard(source, tmp_path / "made", adam="x", **FORMS[form])
+    with pytest.raises(CheckpointError, match="--adam: nothing that a checkpoint"):
+        reshard(source, tmp_path / "made", adam="torch", to="shards")
 
 
 # --- what a load is asked for -------------------------------------------------------------------

@@ -86,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="of --to megatron and torch_dist: write args that cannot say all of the model",
     )
+    made.add_argument(
+        "--adam",
+        choices=("fused", "torch"),
+        help="of --to megatron and torch_dist: whose Adam loads the plain optimizer, Apex's and "
+        "TransformerEngine's or torch's (default: as the source, else fused)",
+    )
     options.add_reading(made)
     options.add_running(made)
     return made
@@ -129,6 +135,7 @@ def command(argv: Sequence[str]) -> int:
         max_shard_size=parse_bytes(args.max_shard_size) if args.max_shard_size else None,
         from_master=args.from_master,
         allow_incomplete_args=args.allow_incomplete_args,
+        adam=args.adam,
         read=options.read_options(args),
         run=options.run_options(args),
     )

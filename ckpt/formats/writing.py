@@ -39,6 +39,9 @@ class WriteRequest:
     sides: tuple[SideFile, ...]  # config, tokenizer and whatever else travels along
     whole: WholeFiles = WholeFiles()
     allow_incomplete_args: bool = False  # of Megatron-LM, which cannot say every model
+    adam: str | None = (
+        None  # that loads Megatron-LM's optimizer: fused or torch; None: the source's
+    )
 
     @property
     def target(self) -> Target:

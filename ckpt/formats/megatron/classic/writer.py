@@ -34,13 +34,14 @@ from . import files as megatron_files
 from .files import FILES, FLAT, TRACKER
 
 TO = "megatron"
-TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer", args_out.ALLOW})
+TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer", "--adam", args_out.ALLOW})
 WEIGHTS_ONLY = False
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _MAX_SCALE = 3.4028234663852886e38  # of float32
 _HYSTERESIS = 2  # Megatron-LM's own default
 # what Megatron-LM's optimizer says of a group where the source says nothing
+_STEP_IN = {"fused": "groups", "torch": "state"}  # an Adam -> where it keeps its step
 _GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 # A loaded group replaces the optimizer's own one, so it needs all that a step reads: Apex's and
@@ -98,6 +99,7 @@ class Writer:
         states = [] if request.weights_only else STATES
         self.states = [s for s in states if any(f.startswith(s + "/") for f in request.metas)]
         self.notes: list[str] = []
+        self._check_adam()
         self.args = self._args()
         self.schedulers = run_state.schedulers(self.state, self.notes) if self.states else {}
         if not request.weights_only:
@@ -118,6 +120,23 @@ class Writer:
                 "those between are even; choose others with --pp-layers"
             )
         self.uneven = tuple(flat) if uneven else None
+
+    def _check_adam(self) -> None:
+        """An Adam that can load this form of the optimizer; a note where none was named."""
+        adam, plain = self.request.adam, not self.target.sharded
+        if adam is not None and adam not in _STEP_IN:
+            raise CheckpointError(f"--adam {adam!r}: known are {', '.join(_STEP_IN)}")
+        if adam == "torch" and not plain:
+            raise CheckpointError(
+                "--adam torch: with torch's Adam megatron-core's distributed optimizer cannot load "
+                "state, its own neither; add --no-use-distributed-optimizer"
+            )
+        known = adam is not None or "optimizer" in self.saved
+        if plain and not known and "exp_avg" in self.states:
+            self.notes.append(
+                "the optimizer is for Apex's or TransformerEngine's Adam; --adam torch writes it "
+                "for a megatron-core without both"
+            )
 
     def _args(self) -> dict[str, object]:
         target = self.target
@@ -266,6 +285,11 @@ class Writer:
 
     def groups(self) -> tuple[list[dict[str, object]], int | None, str]:
         """Hyperparameters of each group, the step, and where it stands."""
+        groups, step, step_in = self._groups_of_source()
+        adam = self.request.adam
+        return groups, step, step_in if adam is None else _STEP_IN[adam]
+
+    def _groups_of_source(self) -> tuple[list[dict[str, object]], int | None, str]:
         saved = self.saved.get("optimizer")
         if isinstance(saved, dict) and isinstance(saved.get("param_groups"), list):
             where = "state megatron.optimizer.param_groups"

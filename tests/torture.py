@@ -229,7 +229,8 @@ def pending(
     found = []
     for name, (total, step) in totals.items():
         start, stop = seeds[0], seeds[1] if seeds[1] is not None else total
-        stop = min(stop, total)
+        if name == "calls":  # there are no more; of the others there are as many as one likes
+            stop = min(stop, total)
         size = max(0, stop - start)
         low, high = (start + size * k // part[1] for k in (part[0] - 1, part[0]))
         have = sorted((r.start, r.stop) for r in done if r.campaign == name)

@@ -13,6 +13,7 @@ from fixtures_safety import Forge, content, edit_json, refused, write_hf, write_
 from safetensors.torch import load_file
 
 from shardwright.ckpt import ReadOptions, RunOptions, merge, reshard, verify
+from shardwright.ckpt.move import tree
 
 TRAINER = (
     "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_3.pth", "training_args.bin",
@@ -223,6 +224,23 @@ def test_files_in_a_folder_that_others_cannot_enter_stay_closed_to_them(home):
     (home / "hf").chmod(0o700)
     merge("hf", "x.safetensors")
     assert stat.S_IMODE((home / "x.safetensors").stat().st_mode) == 0o600
+
+
+def test_side_files_below_many_folders_inside_each_other_travel(home):
+    """G2: `os.walk`, `os.makedirs` and `Path.mkdir` call themselves for each level."""
+    deep = home / "hf"
+    for _ in range(1200):
+        deep = deep / "d"
+        os.mkdir(deep)
+    (deep / "words.txt").write_text("deep")
+    try:
+        for run in (None, RunOptions(overwrite=True)):
+            reshard("hf", "o", to="shards", run=run)
+            assert home.joinpath("o", *["d"] * 1200, "words.txt").read_text() == "deep"
+        assert verify("hf", "o").same
+    finally:  # pytest's own removal would call itself too
+        tree.remove(home / "hf/d")
+        tree.remove(home / "o/d")
 
 
 # --- what a resumed run keeps -----------------------------------------------------------------

@@ -436,4 +436,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
+    # For this process and its workers: no GPU, whose driver maps more than a worker may have, and
+    # one thread each.
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     sys.exit(main())

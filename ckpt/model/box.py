@@ -1,7 +1,7 @@
 """Boxes: half-open index ranges of a tensor, and their algebra.
 
-Pure integer geometry, no IO and no names. Every result states the coordinate
-space it lies in; offsets and sizes are in elements.
+Integer geometry without IO and without names. Every docstring says in whose coordinates a result
+is; offsets and sizes are in elements.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Box:
         return self.offsets[dim] + self.sizes[dim]
 
     def intersect(self, other: Box) -> Box | None:
-        """The common box in the shared coordinates, or None where no element is common.
+        """The common box in the shared coordinates; None if no element is common.
 
-        Two 0-size boxes with the same place count as common, so that a 0-size tensor is a
-        tensor like any other.
+        Two 0-size boxes at the same place have it in common, so a 0-size tensor needs no special
+        case.
         """
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -73,16 +73,16 @@ class Box:
         )
 
 
-MAX_CORNERS = 1 << 22  # that ``tile`` adds up: 500,000 boxes cut along three dims
+MAX_CORNERS = 1 << 22  # limit for ``tile``: 500,000 boxes cut along three dims
 
 
 def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether boxes inside a tensor cover each of its elements exactly once.
 
-    Each box adds +1 or -1 at its corners, alternating: the sums are those of the whole tensor's
-    box if and only if the boxes tile it, since summing up along every dim turns corners into
-    the number of boxes at each element. Dims that no box cuts are left out. ValueError where
-    the boxes have too many corners.
+    Each box adds +1 or -1 at its corners, alternating. Summing along every dim turns the corners
+    into the number of boxes at each element. So the boxes tile the tensor if and only if their sums
+    are those of one box of its shape. Dims that no box cuts are left out. ValueError if the boxes
+    have too many corners.
     """
     boxes = [box for box in boxes if box.numel]
     if not math.prod(shape):

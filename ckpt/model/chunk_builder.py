@@ -45,7 +45,8 @@ class ChunkBuilder:
         span: Span | None = None,
         name: str = "",
     ) -> None:
-        """A stored tensor, or ``span`` of it, whose first held element lies at ``offset_bytes``.
+        """Add a stored tensor, or ``span`` of it; its first element in the file is at
+        ``offset_bytes``.
 
         ``state`` is "" for a weight; ``name`` is what the file calls it, for messages.
         """
@@ -60,7 +61,7 @@ class ChunkBuilder:
     def add_entry(
         self, state: str, placed: Placed, entry: Entry, file: str, span: Span | None = None
     ) -> bool:
-        """A file's tensor that holds a stored one, or ``span`` of it; False if it cannot."""
+        """Add a file's tensor as a stored tensor, or ``span`` of it; False if it does not fit."""
         wanted = placed.shape if span is None else (span[1] - span[0],)
         if entry.shape != wanted:
             self.faults.append(
@@ -89,7 +90,7 @@ class ChunkBuilder:
         self.chunks.add(Chunk(fqn, piece.box, place))
 
     def _meta(self, piece: Piece, dtype: str) -> TensorMeta:
-        """The logical tensor that a piece belongs to; padding rows are a tensor of their own."""
+        """The logical tensor that a piece belongs to; padding rows are a separate tensor."""
         shapes = self.here.shapes
         if not piece.fqn.startswith(PADDING):
             return TensorMeta(shapes[piece.fqn], dtype)
@@ -100,7 +101,7 @@ class ChunkBuilder:
     def manifest(
         self, state: Mapping[str, object] | None = None, side_files: tuple[SideFile, ...] = ()
     ) -> Manifest:
-        """Everything, in the order of the model."""
+        """All chunks and tensors so far, in the order of the model."""
         order = {fqn: i for i, fqn in enumerate(self.here.shapes)}
         metas = dict(sorted(self.metas.items(), key=lambda kv: order[bare(kv[0])]))
         return Manifest(metas, self.chunks.by_name, state or {}, side_files)

@@ -1,7 +1,7 @@
-"""An output before it exists: its files, where its tensors lie in them, and proof that none meet.
+"""An output before it exists: its files, where its tensors lie, and a check that none overlap.
 
 `check_design` runs for every output before anything is written: no two files have one name, no
-two tensors share a byte. It is pure, so a design that nobody can write is found in a dry run.
+two tensors share a byte. It is pure, so a dry run also finds a design that cannot be written.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Design:
 
 
 def check_design(design: Design, root: PurePath, sides: Sequence[SideFile]) -> None:
-    """Every file has a name of its own below ``root``, and every byte of it one writer.
+    """Check that every file below ``root`` has another name, and every byte one writer.
 
-    ``sides`` are the text files that are written beside. CheckpointError names every file of
-    the source that stands in the way. Tensors that share bytes are a bug of a writer.
+    ``sides`` are the text files of the output. CheckpointError names every file of the source that
+    has the name of another one. Tensors that share bytes are a bug of a writer.
     """
     names = [_below(root, file.path) for file in design.files]
     raise_all(_name_faults(names, sides), "this output cannot be written")
@@ -55,9 +55,9 @@ def _below(root: PurePath, path: str) -> str:
 
 
 def _name_faults(names: Sequence[str], sides: Sequence[SideFile]) -> Iterator[str]:
-    """Names that meet; of weights also where only case or the spelling of accents differs.
+    """Equal names; for weights also names that differ only in case or in the form of accents.
 
-    Two side files that differ so alone may stand side by side, as they do in the source.
+    Two side files may differ only so, as they do in the source.
     """
     weights = {_folded(name): name for name in names}
     assert len(weights) == len(names), f"files of one name: {sorted(names)}"
@@ -78,7 +78,7 @@ def _name_faults(names: Sequence[str], sides: Sequence[SideFile]) -> Iterator[st
 
 
 def _folder_faults(names: Sequence[str]) -> Iterator[str]:
-    """Files that stand where another file needs a folder."""
+    """Files with a name that another file needs for its folder."""
     files = {_folded(name): name for name in names}
     for name in names:
         for parent in PurePosixPath(_folded(name)).parents:
@@ -108,7 +108,7 @@ class _Claim:
     stop: int  # one past the last byte
     grid: tuple[tuple[int, int], ...]
     run: int  # contiguous bytes at each point of the grid
-    says: str  # whose they are
+    says: str  # what they belong to
 
 
 def _byte_faults(design: Design) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _byte_faults(design: Design) -> Iterator[str]:
         ]
         rows.sort(key=lambda claim: (claim.start, claim.stop))
         if rows and (rows[0].start < 0 or max(row.stop for row in rows) > size):
-            yield f"{file.path}: a tensor lies outside of its {size} bytes"
+            yield f"{file.path}: a tensor lies outside its {size} bytes"
         yield from _meetings(file.path, rows)
         tensors = [row for row in rows if row.says != "the header"]
         slots = [
@@ -141,7 +141,7 @@ def _byte_faults(design: Design) -> Iterator[str]:
 
 
 def _meetings(path: str, rows: Sequence[_Claim]) -> Iterator[str]:
-    """One line for each two claims that meet; ``rows`` are sorted by their starts."""
+    """One line for each two claims that overlap; ``rows`` are sorted by their starts."""
     active: list[_Claim] = []
     furthest = 0
     for row in rows:
@@ -190,8 +190,8 @@ def _meet(
 ) -> bool:
     """Whether two grids of runs share a byte, or cannot be shown not to.
 
-    Boxes of one tensor have its steps in common: row ranges are compared along the largest
-    step, then what is left within a row.
+    Boxes of one tensor have the same steps: first the row ranges are compared, along the largest
+    step, then the rest within a row.
     """
     if a + _length(grid_a, run_a) <= b or b + _length(grid_b, run_b) <= a:
         return False

@@ -1,7 +1,7 @@
 """Element types, under the names that safetensors gives them.
 
-Bytes per element are all that moving needs. Only casts and statistics know
-values, and they live in ``executor.py`` and ``lazy.py``, which import NumPy.
+Moving needs the bytes per element and nothing else. Only casts and statistics need values; they are
+in ``move/cast.py`` and ``inspect.py``, which import NumPy.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A family is data: rows that name a stored tensor, the logical tensors it is pack
 from, and the mesh axes that cut it. ``placement.py`` turns them into pieces.
 
 Dims strings. ``"q+k+v h"`` is a 2-d tensor whose dim 0 holds the segments q, k and v
-and whose dim 1 is h. A logical part names the same segments in its own dims; where it
-lists them in another order it is a transpose (GPT-2's Conv1D: ``"h q+k+v"``). In the
+and whose dim 1 is h. A logical part names the same segments in its dims; if their order is another
+one, it is a transpose (GPT-2's Conv1D: ``"h q+k+v"``). In the
 stored tensor segments are interleaved in ``groups`` equal rounds (q of group 0, k of
-group 0, v of group 0, q of group 1, ...); in a logical tensor they follow one another.
+group 0, v of group 0, q of group 1, ...); in a logical tensor they come one after another.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A condition on sizes and mesh that a row needs, and what to say where it fails."""
+    """A condition on sizes and mesh that a row needs, and the message if it fails."""
 
     says: str  # a format string over the sizes
     dividend: str
     divisor: str
-    either_way: bool = False  # the division may go the other way round as well
+    either_way: bool = False  # it is enough if one of the two divides the other
 
     def fault(self, sizes: Sizes) -> str | None:
         a, b = sizes[self.dividend], sizes[self.divisor]
@@ -70,14 +70,14 @@ class Family:
     name: str
     model_types: tuple[str, ...]  # `model_type` in config.json
     sizes: Mapping[str, str]  # symbol -> config keys, see `evaluate`
-    flags: Mapping[str, bool]  # config key -> its value where the config is silent
+    flags: Mapping[str, bool]  # config key -> its value if the config does not have it
     rules: tuple[Rule, ...]
-    norm_offset: int = 0  # 1 where the norm multiplies by 1 + weight
+    norm_offset: int = 0  # 1 if the norm multiplies by 1 + weight
     # names in Hugging Face files that carry no weight: pattern -> reason
     ignore: Mapping[str, str] = field(default_factory=dict)
     # prefixes that some files lack or add: name prefix found -> prefix meant
     prefixes: Mapping[str, str] = field(default_factory=dict)
-    # a stored name of its own for the tied head in Hugging Face files
+    # the name under which some Hugging Face files store the tied head too
     tied_names: Mapping[str, str] = field(default_factory=dict)
 
     def select(self, flags: frozenset[str]) -> list[Rule]:
@@ -104,8 +104,8 @@ def fill(template: str, numbers: Mapping[str, int]) -> str:
 def evaluate(family: Family, config: Mapping[str, object], origin: str) -> dict[str, int]:
     """The sizes of a model: each symbol's expression over config keys and earlier symbols.
 
-    ``a|b`` is a, or b where the config lacks a or has null; ``a*b`` and ``a/b`` are exact.
-    Raises CheckpointError that names the key where nothing gives a value.
+    ``a|b`` is a, or b if the config lacks a or has null; ``a*b`` and ``a/b`` are exact. Raises
+    CheckpointError with the key if nothing gives a value.
     """
     sizes: dict[str, int] = {}
     for symbol, expression in family.sizes.items():
@@ -120,7 +120,7 @@ def evaluate(family: Family, config: Mapping[str, object], origin: str) -> dict[
 
 
 def _value(option: str, config: Mapping[str, object], sizes: Sizes, origin: str) -> int | None:
-    """One alternative of an expression, or None where the config is silent about it."""
+    """One alternative of an expression; None if the config does not have it."""
     total = 1
     for operator, key in re.findall(r"([*/]?)\s*(\w+)", option):
         if key.isdigit():
@@ -138,7 +138,7 @@ def _value(option: str, config: Mapping[str, object], sizes: Sizes, origin: str)
 
 
 def model_flags(family: Family, config: Mapping[str, object], origin: str) -> frozenset[str]:
-    """The flags that a config sets, the family's defaults where it is silent."""
+    """The flags of a config; the family's default for those that it does not have."""
     found = set()
     for key, default in family.flags.items():
         value = config.get(key, default)
@@ -171,10 +171,10 @@ def build_mesh(
     axes: tuple[tuple[str, int], ...],
     stages: tuple[tuple[int, ...], ...] | None = None,
 ) -> Mesh:
-    """A mesh whose indexed axes own what the model's rows index by them, split evenly.
+    """A mesh in which each rank owns an equal share of layers (or other indices).
 
-    ``stages`` says instead which layers each rank of pp owns. Raises CheckpointError for an
-    axis of several ranks that no row is cut by: each rank would hold the same.
+    ``stages`` gives the layers of each rank of pp. Raises CheckpointError for an axis of several
+    ranks that cuts no row: all its ranks would hold the same.
     """
     owned = {} if stages is None else {"pp": stages}
     used = {"pp"}

@@ -1,7 +1,7 @@
 """What a container says about a file: where each tensor's bytes lie.
 
-``Index`` describes a file that exists, ``FileLayout`` one that is to be made. Both
-are plain values, so a whole conversion is planned before a byte is written.
+``Index`` describes a file that exists, ``FileLayout`` one that will be written. Both are plain
+values, so a whole conversion is planned before a byte is written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor that a file is to hold, contiguous and row-major."""
+    """A tensor that a file will hold, contiguous and row-major."""
 
     name: str
     dtype: str  # a key of dtypes.ITEMSIZE

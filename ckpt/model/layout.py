@@ -1,7 +1,7 @@
-"""Layout tags: how a stored file packs what a family's rows leave open.
+"""Layout tags: how stored tensors are packed where a family's rows allow several ways.
 
-A tag is recorded in every native checkpoint and never guessed; an unknown tag or value is
-refused, since a wrong guess scrambles rows without any visible sign.
+Every native checkpoint records its tags. They are never guessed, and an unknown tag or value is
+refused: a wrong guess scrambles rows, and nothing shows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NORMS = ("plain", "zero_centered")  # a norm multiplies by w, or by 1 + w
 
 
 def default_layout(family: Family) -> dict[str, str]:
-    """The tags of what this tool writes, which are megatron's."""
+    """The tags of checkpoints that this tool writes; they are megatron's."""
     return {
         "qkv": "per_group",
         "glu": "per_rank",
@@ -38,7 +38,7 @@ def default_layout(family: Family) -> dict[str, str]:
 
 
 def check_layout(layout: Mapping[str, str], family: Family, origin: str) -> dict[str, str]:
-    """All four tags, defaults filled in; raises on a tag or value that is not understood."""
+    """All four tags, with defaults; CheckpointError for an unknown tag or value."""
     default = default_layout(family)
     allowed = {
         **{tag: list(values) for tag, values in PACKINGS.items()},

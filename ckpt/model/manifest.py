@@ -1,7 +1,7 @@
-"""The one type that every source and every target is: named boxes of bytes.
+"""The type of every source and every target: named boxes of bytes.
 
-A manifest knows no format, family or mesh axis. It says which box of which logical
-tensor lies at which bytes of which file, and what travels beside the tensors.
+A manifest knows no format, family or mesh axis. It says at which bytes of which file each box of
+each logical tensor lies, and which other files are copied.
 Memory: under 2 KiB per chunk; boxes, shapes and strides are shared between layers.
 """
 
@@ -45,9 +45,9 @@ class View:
 
 
 class DeferredView(ABC):
-    """Elements of a file whose bytes are found once they are needed: a header must be read.
+    """Elements of a file at a place that is not known yet: a header must be read first.
 
-    What a manifest says of them (box, file, dtype) is known before.
+    Box, file and dtype are known without it.
     """
 
     __slots__ = ()
@@ -68,12 +68,13 @@ class DeferredView(ABC):
 
     @abstractmethod
     def view(self) -> View:
-        """Where they lie; reads the header if `find` did not. CheckpointError if it is damaged."""
+        """Where the elements are; reads the header if `find` did not. CheckpointError if it is
+        damaged."""
 
     @classmethod
     @abstractmethod
     def find(cls, places: Sequence[DeferredView]) -> None:
-        """Read the headers of many, all of this class. CheckpointError names every damaged one."""
+        """Read the headers of many views of this class. CheckpointError names every damaged one."""
 
 
 Place = View | DeferredView
@@ -103,11 +104,11 @@ class Chunk:
 
     @property
     def view(self) -> View:
-        """Where the box lies; CheckpointError if it must be found and cannot be."""
+        """Where the box lies; CheckpointError if its header is damaged."""
         return self.place if isinstance(self.place, View) else self.place.view()
 
     def narrow(self, box: Box) -> Place:
-        """Where the part at ``box`` lies, which is inside this chunk's box; nothing is read."""
+        """Where a part of this chunk's box lies; nothing is read."""
         if box == self.box:
             return self.place
         offsets = tuple(b - c for b, c in zip(box.offsets, self.box.offsets, strict=True))
@@ -115,7 +116,7 @@ class Chunk:
 
 
 def locate(places: Iterable[Place]) -> None:
-    """Find deferred places, many at once, so that no file is opened for each of them."""
+    """Find many deferred places at once, so that each file is opened once."""
     deferred: dict[type[DeferredView], list[DeferredView]] = {}
     for place in places:
         if not isinstance(place, View):
@@ -126,7 +127,7 @@ def locate(places: Iterable[Place]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file that travels with a checkpoint byte for byte, or rewritten text."""
+    """A file that is copied with a checkpoint byte for byte, or new text."""
 
     name: str  # relative to the checkpoint, with forward slashes
     source: str = ""  # path of the file to copy; empty when `text` holds the content
@@ -156,7 +157,7 @@ def category_of(fqn: str) -> str:
 
 
 def is_padding(fqn: str) -> bool:
-    """Whether a logical name stands for padding rows, of a weight or of its state."""
+    """Whether a logical name means padding rows, of a weight or of its state."""
     state = category_of(fqn)
     return fqn[len(state) + 1 if state else 0 :].startswith(PADDING)
 

@@ -56,14 +56,15 @@ class Mesh:
 
 
 def named_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The axes that a mesh of these sizes has: tp and pp always, others where they split."""
+    """The axes of a mesh of these sizes: always tp and pp, others if they have several ranks."""
     return tuple((a, sizes.get(a, 1)) for a in AXES if a in ("tp", "pp") or sizes.get(a, 1) > 1)
 
 
 def split_evenly(
     count: int, ranks: int, what: str = "layer", axis: str = "pp"
 ) -> tuple[tuple[int, ...], ...]:
-    """``count`` indices over ``ranks``, contiguous and equal; CheckpointError where they are not.
+    """``count`` indices over ``ranks``, contiguous and equal; CheckpointError if they do not
+    divide.
 
     ``what`` (``layer``, ``expert``) and ``axis`` are for the message.
     """
@@ -87,9 +88,9 @@ def split_by_counts(count: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...
 
 
 def interleaved(count: int, ranks: int, vpp: int) -> tuple[tuple[int, ...], ...]:
-    """``count`` layers over ``ranks`` stages of ``vpp`` virtual ones, as Megatron-LM deals them.
+    """``count`` layers over ``ranks`` stages of ``vpp`` virtual ones, in Megatron-LM's order.
 
-    Virtual stage c of rank p holds the layers (c * ranks + p) * n to + n, n = count / ranks / vpp.
+    Virtual stage c of rank p holds n layers from (c * ranks + p) * n on; n = count / ranks / vpp.
     """
     if vpp > 1 and ranks == 1:
         raise CheckpointError(f"--vpp {vpp}: virtual stages need pipeline stages; pp is 1")

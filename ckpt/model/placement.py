@@ -1,8 +1,8 @@
 """Where a model's rows put each element on each rank of a mesh.
 
-``Placement.of`` is the one way from a model, a mesh and layout tags to stored tensors. It knows
-no axis, family or format by name, and both directions (reading a rank's file, writing one) use
-the same pieces, so they cannot disagree.
+``Placement.of`` is the one way from a model, a mesh and layout tags to stored tensors. It contains
+no name of an axis, a family or a format. Reading a rank's file and writing one use the same pieces,
+so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .layout import default_layout, rounds
 from .manifest import PADDING
 from .mesh import Coord, Mesh, Shard, ShardByIndex
 
-MAX_ROUNDS = 1 << 16  # of one packing: a config may say any number of heads
+MAX_ROUNDS = 1 << 16  # of one packing; a config may claim any number of heads
 # Pieces of all ranks' stored tensors together: each becomes a chunk, and chunks take memory.
-FEW_PIECES = 1 << 17  # as many as this are always taken
-PIECE_ELEMENTS = 64  # above that a piece has as many elements, on the average
+FEW_PIECES = 1 << 17  # this many are always allowed
+PIECE_ELEMENTS = 64  # above that, a piece must have this many elements on average
 MAX_PIECES = 1 << 22
 
 
@@ -38,9 +38,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A stored tensor on one rank: its shape, and what it is made of.
+    """A stored tensor on one rank: its shape and its pieces.
 
-    Layers and experts share one geometry; only the numbers in the names are their own.
+    All layers (and all experts) share one geometry; only the numbers in the names differ.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Placed:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The logical tensors that it is made of, each once."""
+        """The logical tensors in it, each once."""
         numbers = dict(self.numbers)
         return tuple(fill(name, numbers) for name in dict.fromkeys(p.fqn for p in self.geometry))
 
@@ -113,10 +113,11 @@ class _Block:
 def place(
     rules: Sequence[Rule], sizes: Sizes, mesh: Mesh, layout: Mapping[str, str]
 ) -> dict[Coord, list[Placed]]:
-    """Every rank's stored tensors, in row order. Raises with every row that does not divide.
+    """Every rank's stored tensors, in row order. CheckpointError lists every row that does not
+    divide.
 
-    ``layout`` maps a group tag of a rule to the size symbol that gives its rounds. Ranks that
-    hold the same of a rule share what is made for one of them.
+    ``layout`` maps a rule's group tag to the size symbol that gives its rounds. Ranks that hold the
+    same part of a rule share one result.
     """
     scope = {**sizes, **dict(mesh.axes)}
     faults = _faults(rules, scope, mesh, layout) or _too_many(rules, scope, mesh, layout)
@@ -165,7 +166,7 @@ def _instances(
 def _too_many(
     rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]
 ) -> list[str]:
-    """Pieces are counted before they are made: a config may say any number of layers and heads."""
+    """Count pieces before they are made: a config may claim any number of layers and heads."""
     counts = [_count(rule, scope, mesh, layout) for rule in rules]
     pieces, elements = (sum(column) for column in zip(*counts, strict=True))
     if pieces <= min(MAX_PIECES, max(FEW_PIECES, elements // PIECE_ELEMENTS)):
@@ -198,7 +199,7 @@ def _count(rule: Rule, scope: Sizes, mesh: Mesh, layout: Mapping[str, str]) -> t
 def _faults(
     rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]
 ) -> list[str]:
-    """Every condition of every row that fails, each said once."""
+    """Every condition of every row that fails, each once."""
     found: dict[str, None] = {}
     for rule in rules:
         broken = [c.fault(scope) for c in rule.checks]
@@ -271,7 +272,7 @@ def _interleave(segments: list[tuple[str, int]], turns: int) -> Iterator[_Block]
 
 
 def _cut(rows: list[_Block], start: int, size: int) -> Iterator[_Block]:
-    """The blocks of ``[start, start + size)``, in coordinates that begin at ``start``."""
+    """The blocks of ``[start, start + size)``, in coordinates relative to ``start``."""
     for row in rows:
         lo, hi = max(row.start, start), min(row.start + row.size, start + size)
         if lo < hi or (row.size == 0 and lo == hi):
@@ -344,7 +345,7 @@ class Placement:
     def of(cls, model: Model, mesh: Mesh, layout: Mapping[str, str], padded: int) -> Placement:
         """``layout`` has a value for each of the family's tags, ``padded`` as the field.
 
-        CheckpointError where the mesh cannot be, with every row that does not divide.
+        CheckpointError for a mesh that is not possible, with every row that does not divide.
         """
         assert padded >= model.sizes["vocab"], f"{padded} rows for {model.sizes['vocab']}"
         rules = tuple(model.family.select(model.flags | mesh_flags(mesh)))
@@ -364,7 +365,7 @@ class Placement:
         return sum({"tie_word_embeddings", "pp>1"} <= set(rule.when) for rule in self.rules)
 
     def held(self, shards: Iterable[Coord]) -> dict[str, Placed]:
-        """The stored tensors of shards that one file holds together, by name, in row order."""
+        """The stored tensors of all shards in one file, by name, in row order."""
         return {row.name: row for coord in shards for row in self.placed[coord]}
 
     def find(self, coord: Coord, name: str) -> Placed:

@@ -1,9 +1,9 @@
-"""The one function that reshards: ``plan(source, target) -> Plan``.
+"""Resharding is one function: ``plan(source, target) -> Plan``.
 
 It proves coverage before a byte moves: every destination element is written exactly once, and
-every source element is used, or is a replica, or is listed with a reason. All faults of a pair
-of manifests are reported together. Boxes alone decide, so it is pure and opens no file; where a
-format has put off reading headers, ``resolve(plan)`` reads those that the copies need.
+every source element is used, or is a replica, or is listed with a reason. All faults of the two
+manifests are reported together. ``plan`` uses boxes only, so it is pure and opens no file. If a
+format has deferred reading headers, ``resolve(plan)`` then reads those that the copies need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .dtypes import CASTABLE, ITEMSIZE
 from .manifest import Chunk, Manifest, Place, TensorMeta, View, category_of, locate
 from .tiling import Match, match, target_fault
 
-MAX_REPEATED_BYTES = 1 << 32  # of a tensor whose strides name the same bytes again and again
+MAX_REPEATED_BYTES = 1 << 32  # of a tensor with strides that repeat the same bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """When two elements are equal: ``|a - b| <= atol + rtol * |b|``; zeros mean bit for bit."""
+    """Two elements are equal if ``|a - b| <= atol + rtol * |b|``; with zeros, bit for bit."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -69,7 +69,7 @@ class Coverage:
     read_bytes: int = 0
     written_bytes: int = 0  # tensor bytes; replicas in the target count each time
     zero_bytes: int = 0  # new padding rows
-    tied: int = 0  # tied heads that the source repeats, or that the target leaves out or repeats
+    tied: int = 0  # tied heads that one side repeats or leaves out
     replicas: int = 0  # source chunks that repeat another one
     dropped: dict[str, list[int]] = field(default_factory=dict)  # reason -> [tensors, bytes]
 
@@ -100,11 +100,11 @@ def plan(
 ) -> Plan:
     """How every element of ``target`` is filled from ``source``.
 
-    ``drop`` names the reason why a source tensor that the target lacks may be left out;
-    None means that it may not. With ``share`` the target is one process's share of a model:
-    what it has no place for is another's. With ``part`` the source is one process's as well: it
-    need not cover a tensor, but every box of the target. Places in the copies stay as the manifests
-    have them. Raises CheckpointError with every fault found.
+    ``drop`` gives the reason why a source tensor that the target lacks may be left out; None means
+    that it may not. With ``share`` the target is one process's share of a model, so it need not
+    take everything. With ``part`` the source is one process's share too: it must cover the target's
+    boxes, not whole tensors. Places are copied from the manifests as they are. Raises
+    CheckpointError with every fault found.
     """
     faults: list[str] = []
     coverage = Coverage()
@@ -154,10 +154,10 @@ def plan(
 
 
 def resolve(made: Plan) -> Plan:
-    """The plan with every place looked up: headers that it needs are read, file by file.
+    """The plan with every place looked up: the headers that it needs are read, file by file.
 
-    Raises CheckpointError that names every damaged header, or the tensor that has next to no
-    bytes of its own: they would be written, or compared, without end.
+    Raises CheckpointError that names every damaged header. Also for a tensor of huge shape with
+    strides that repeat a few bytes: writing or comparing it would not end.
     """
     every = (*made.copies, *made.replicas)
     deferred = {p for c in every for p in (c.source, c.target) if not isinstance(p, View)}
@@ -173,7 +173,7 @@ def resolve(made: Plan) -> Plan:
 
 
 def _repeated(copy: Copy) -> str:
-    """Why a copy is none that a checkpoint has need of; "" if it is one."""
+    """Why a copy repeats too few bytes too often; empty if it does not."""
     if copy.nbytes <= MAX_REPEATED_BYTES:
         return ""
     for view in (copy.src, copy.dst):
@@ -233,7 +233,7 @@ def _meta_fault(have: TensorMeta, want: TensorMeta) -> str | None:
 
 
 def _account_for_lost_rows(have: TensorMeta, want: TensorMeta, coverage: Coverage) -> None:
-    """Padding tensors may differ in rows: say what is left behind."""
+    """Padding tensors may differ in rows: count the dropped rows."""
     lost = have.shape[0] - want.shape[0]
     if lost > 0:
         reason = "padding rows that the target has no place for"

@@ -15,11 +15,11 @@ class Target:
     """The layout that an output is to have."""
 
     model: Model
-    mesh: Mesh  # ``owned["pp"]`` names the layers of each stage, in the order in which it has them
+    mesh: Mesh  # ``owned["pp"]`` has the layers of each stage, in their order
     dp: int  # data-parallel ranks
     sharded: bool  # the optimizer state is cut over them
     vocab_multiple: int  # rows are padded to a multiple of this times tp
-    safe: bool  # safetensors rather than torch zips, where a format has both
+    safe: bool  # safetensors, not torch zips, if a format has both
     step: int | None
 
 

@@ -1,4 +1,4 @@
-"""Which of a tensor's boxes fill which: the geometry of one logical tensor, for ``planner.py``."""
+"""Which source boxes fill which target boxes of one logical tensor; used by ``planner.py``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import lru_cache
 
 from .box import Box
 
-# The boxes of a tensor may be anybody's: what they cost is in proportion to their number.
+# A file may claim any boxes, so the work is limited in proportion to their number.
 PER_BOX = 16  # parts of overlapping boxes, or copies, for each box
-FEW_PARTS = 1 << 14  # as many as this are always taken
+FEW_PARTS = 1 << 14  # this many are always allowed
 FEW_COPIES = 1 << 17
-LOOKS = 1 << 19  # pairs of boxes of one tensor that are held against each other
-HOLES = 64  # parts that are kept in mind while the first hole is looked for
+LOOKS = 1 << 19  # pairs of boxes of one tensor that are compared
+HOLES = 64  # parts that are kept while looking for the first hole
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def match(
 ) -> Match:
     """The geometry of one logical tensor; boxes are in its coordinates.
 
-    The sources must cover ``wanted``, or with ``part`` no more of it than the targets do.
+    The sources must cover ``wanted``; with ``part`` only what the targets cover of it.
     """
     try:
         tiling = _Tiling(sources)
@@ -68,10 +68,10 @@ def _crossed(sources: int, targets: int) -> str:
 
 
 class _Tiling:
-    """Disjoint boxes that cover the union of a tensor's boxes, and what repeats them.
+    """Disjoint boxes that cover the union of a tensor's boxes, and the replicas of them.
 
-    A box that lies on elements already taken is a replica there, to be compared; what is new of
-    it is taken. Raises _TooManyError where boxes overlap in more places than layouts give.
+    Where a box lies on elements that an earlier box has, it is a replica to compare; its other
+    elements are added. Raises _TooManyError if boxes overlap in more places than any layout gives.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -114,7 +114,7 @@ class _Finder:
         self.boxes: list[Box] = []
         self.starts: list[tuple[int, int]] = []  # (offset along dim, position), sorted
         self.longest = 0  # along dim
-        self.looks = 0  # boxes held against another so far
+        self.looks = 0  # boxes compared with another so far
 
     def add(self, box: Box) -> None:
         """Give ``box`` the next position."""
@@ -124,7 +124,7 @@ class _Finder:
         self.boxes.append(box)
 
     def look(self, count: int) -> None:
-        """Count pairs of boxes that are held against each other, before they are."""
+        """Count pairs of boxes before they are compared."""
         self.looks += count
         if self.looks > LOOKS:
             raise _TooManyError
@@ -154,7 +154,7 @@ def _hole(wanted: Box, tiling: _Tiling) -> str:
         rest = [piece for part in rest for piece in part.subtract(tile)]
         rest = sorted(rest, key=lambda box: box.offsets)[:HOLES]
     found = f"the source holds {tiling.covers(wanted)} of {wanted.numel} elements"
-    if not rest:  # it lies behind those that were kept in mind
+    if not rest:  # the hole lies behind the parts that were kept
         return found
     return (
         f"{found}; the first hole is the box at {list(rest[0].offsets)} "

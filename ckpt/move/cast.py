@@ -1,9 +1,9 @@
 """Element types as NumPy arrays, and the casts that ``--dtype`` asks for.
 
-NumPy has no bfloat16 and no float8: their bits are carried as unsigned integers, and widened to
-float32 where values are asked for. Results of casts are torch's, bit for bit: round to nearest
-even, float64 goes to 16 bits through float32. A NaN stays a NaN; its payload is 0x7FC0 in
-bfloat16, where torch's depends on whether it took a vector or a scalar path.
+NumPy has no bfloat16 and no float8: their bits are kept as unsigned integers, and become float32 if
+values are needed. Casts give torch's results, bit for bit: round to nearest even, and float64
+becomes 16 bits by way of float32. A NaN stays a NaN. Its payload in bfloat16 is 0x7FC0; torch's
+depends on whether it used vector or scalar code.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ _INFINITY = {"F16": ("<i2", "<u2", 0x7C00), "BF16": ("<i2", "<u2", 0x7F80),
 def overflows(before: Array, src: str, after: Array, dst: str) -> int:
     """How many finite elements of ``before`` are infinite in ``after``, which is its cast.
 
-    Two integer maxima tell that there is none, the usual case, at a fraction of the cast's time:
-    infinities and NaNs have the largest bits of either sign.
+    Usually there is none. Two integer maxima show that in a fraction of the cast's time, because
+    infinities and NaNs have the largest bits of each sign.
     """
     if dst not in _INFINITY or not after.size:
         return 0

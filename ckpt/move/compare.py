@@ -1,6 +1,6 @@
-"""Compares two views of the same logical boxes, streaming, bit for bit or within tolerances.
+"""Compares views of the same logical boxes, tile by tile, bit for bit or within tolerances.
 
-Memory: the buffers of a tile, and where elements differ a byte for each element of the tile.
+Memory: the buffers of a tile; if elements differ, also one byte per element of the tile.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def compare(mover: Mover, copies: Sequence[Copy], tolerance: Tolerance) -> Diffe
 
 
 def _count_new(counted: Sequence[tuple[Box, Mask]], box: Box, wrong: Mask) -> int:
-    """Wrong elements of ``box`` that no earlier copy of the tile had: replicas lie on another.
+    """Wrong elements of ``box`` that no earlier copy of the tile had; replicas cover each other.
 
-    A tile is a box of the logical tensor, so copies of the same elements are in the same tile.
+    A tile is a box of the logical tensor, so all copies of an element are in the same tile.
     """
     new = wrong.copy()
     for other, mask in counted:
@@ -83,7 +83,8 @@ def _inside(part: Box, whole: Box) -> tuple[slice, ...]:
 def _compare(
     found: Difference, part: Copy, x: Array, y: Array, tolerance: Tolerance
 ) -> Mask | None:
-    """Which elements of ``part`` differ, None if none; notes the first and the largest gap."""
+    """Which elements of ``part`` differ, None if none; records the first and the largest
+    difference."""
     src, dst = part.src.dtype, part.dst.dtype
     if tolerance.cast:
         x, src = cast(x, src, dst), dst
@@ -109,7 +110,7 @@ def _compare(
 
 
 def _near(a: Array, b: Array, tolerance: Tolerance) -> Mask:
-    """``|a - b| <= atol + rtol * |b|``; a NaN is near a NaN, an infinity near itself."""
+    """``|a - b| <= atol + rtol * |b|``; a NaN equals a NaN, an infinity itself."""
     wide = np.complex128 if a.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         if a.dtype.kind in "iu":  # float64 cannot tell neighbours above 2**53 apart
@@ -122,7 +123,7 @@ def _near(a: Array, b: Array, tolerance: Tolerance) -> Mask:
 
 
 def _gap(a: Array, b: Array) -> npt.NDArray[np.float64]:
-    """``|a - b|``; of integers it is rounded once, after the exact difference."""
+    """``|a - b|``; for integers the exact difference, rounded once."""
     with np.errstate(invalid="ignore", over="ignore"):
         if a.dtype.kind in "iu":
             larger, smaller = np.maximum(a, b), np.minimum(a, b)

@@ -1,11 +1,10 @@
 """Moves the bytes of a plan, or compares them, in bounded memory.
 
-No ``if`` about formats, families or axes: only views. A unit is all copies of one logical
-tensor. Ranges that are contiguous on both sides go from file to file; the rest is tiled along
-the logical tensor in the destination's order: each source span of a tile is read once, however
-many ranks it goes to, rearranged in memory, and each destination span is written once.
-
-Memory: workers x two buffers and what a cast needs, whatever the model's size.
+It knows views, and no format, family or axis. A unit is all copies of one logical tensor. Ranges
+that are contiguous on both sides go from file to file. The rest is cut into tiles along the logical
+tensor, in the destination's order. Each source span of a tile is read once, for all ranks that need
+it, and rearranged in memory; then each destination span is written once. Memory: two buffers per
+worker and what a cast needs, at any model size.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class Budget:
     def tile_bytes(self, turned: bool) -> int:
         """Bytes of a destination tile.
 
-        Where the copy turns dims around, the source's runs grow with the tile, so it is as
-        large as a buffer; else a quarter, so that a span of 1/4 density can be read whole.
+        If the copy transposes, the source's runs grow with the tile, so a tile is as large as a
+        buffer. Otherwise it is a quarter of that, so that a span of which 1/4 is needed fits.
         """
         return self.buffer_bytes if turned else min(TILE_BYTES, self.buffer_bytes // MIN_DENSITY)
 
 
 def units(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Copies grouped by logical tensor, in plan order: what is done, journalled and resumed."""
+    """Copies grouped by logical tensor, in plan order: the units of moving, journal and resume."""
     grouped: dict[str, list[Copy]] = {}
     for copy in copies:
         grouped.setdefault(copy.fqn, []).append(copy)
@@ -71,7 +70,7 @@ def run_units(
 ) -> None:
     """Call ``each(mover, index, unit)`` for every unit on ``budget.workers`` threads.
 
-    ``finish`` sees each worker's mover once its work is done.
+    ``finish`` gets each worker's mover at the end.
     """
 
     def loop(todo: Iterator[tuple[int, list[Copy]]], stop: threading.Event) -> None:
@@ -94,8 +93,8 @@ def in_threads(
 ) -> None:
     """Run ``loop(todo, stop)`` on threads that share one iterator over ``items``.
 
-    The first error of any thread stops all and is raised here, a KeyboardInterrupt too:
-    ``stop`` is set, and ``todo`` ends early.
+    The first error of any thread stops all threads and is raised here; so does a KeyboardInterrupt.
+    Then ``stop`` is set, and ``todo`` ends early.
     """
     lock, stop = threading.Lock(), threading.Event()
     errors: list[BaseException] = []
@@ -128,7 +127,7 @@ def in_threads(
                 thread.join(0.2)
     except BaseException:
         stop.set()
-        uninterrupted(lambda: _join(threads))  # else the folder goes while they write into it
+        uninterrupted(lambda: _join(threads))  # or the folder is removed while they write into it
         raise
     if errors:
         raise errors[0]
@@ -202,7 +201,7 @@ class Mover:
             self.files.write(span.file, span.start, buffer)
 
     def _write_runs(self, part: Copy, array: Array) -> None:
-        """Write only the bytes of a sparse view: another worker may own those between them."""
+        """Write only the bytes of a sparse view: the bytes between them may be another worker's."""
         moved = self._cast(part, array)
         packed = np.ascontiguousarray(moved.transpose(_slow_to_fast(part.dst)))
         data, at = memoryview(packed.reshape(-1).view(np.uint8).data), 0
@@ -211,7 +210,7 @@ class Mover:
             at += length
 
     def _cast(self, part: Copy, array: Array) -> Array:
-        """The elements in the destination's dtype; finite ones that leave its range are counted."""
+        """The elements in the destination's dtype; counts finite ones that become infinite."""
         if part.src.dtype == part.dst.dtype:
             return array
         moved = cast(array, part.src.dtype, part.dst.dtype)
@@ -223,8 +222,8 @@ class Mover:
     def gather(self, views: Sequence[View], *, beside: bool = False) -> list[Array]:
         """The raw elements of ``views``, each span of bytes read once.
 
-        The arrays look into this worker's read buffer, or with ``beside`` into its write
-        buffer, so that two sides can be compared; they hold until the next such call.
+        The arrays are views of this worker's read buffer, or with ``beside`` of its write buffer,
+        so that two sides can be compared. They are valid until the next such call.
         """
         spans = cluster(views)
         room = self.budget.buffer_bytes - sum(span.useful for span in spans)
@@ -277,7 +276,7 @@ def _slow_to_fast(view: View) -> list[int]:
 
 
 def _packed(buffer: memoryview, view: View) -> Array:
-    """Elements that were read in the file's order, back in the view's dim order."""
+    """Elements in the file's order, put back into the view's dim order."""
     order = _slow_to_fast(view)
     array: Array = np.ndarray([view.shape[d] for d in order], raw(view.dtype), buffer)
     back: Array = array.transpose([order.index(d) for d in range(len(order))])
@@ -291,7 +290,7 @@ class Span:
     file: str
     start: int  # byte offset
     length: int  # bytes
-    useful: int  # bytes that belong to a view; equals length where there is no gap
+    useful: int  # bytes that belong to a view; equals length if there is no gap
     members: list[int]  # positions of the views
 
     @property
@@ -344,7 +343,7 @@ def offsets_of(start: int, outer: Sequence[tuple[int, int]]) -> Iterator[int]:
 def contiguous_runs(copy: Copy) -> Iterator[tuple[int, int, int]]:
     """(source offset, destination offset, bytes) if a copy is whole or a few long runs.
 
-    Nothing where elements must be rearranged or cast: that is a tile's work.
+    Empty if elements must be rearranged or cast; tiles do that.
     """
     src, dst = copy.src, copy.dst
     if src.dtype != dst.dtype or 0 in src.shape:

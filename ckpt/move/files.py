@@ -1,6 +1,6 @@
-"""Byte ranges of files, of whatever storage: what the executor reads and writes.
+"""Byte ranges of files in any storage: what the executor reads and writes.
 
-Every read and write is positional, so threads share nothing but their work list. A call
+Every read and write names its position, so threads share only their work list. A call
 moves at most 1 GiB (Linux moves at most 2 GiB - 4 KiB per call, macOS refuses 2 GiB); short
 reads and writes continue where they stopped.
 """
@@ -22,7 +22,7 @@ SCRATCH_BYTES = 1 << 20  # stays in the L2 cache, where copying is fastest
 
 
 class Files:
-    """Open files of one thread, closed least recently used first."""
+    """Open files of one thread; the least recently used one is closed first."""
 
     def __init__(
         self, buffers: Mapping[str, memoryview] | None = None, storage: Storage = LOCAL
@@ -30,7 +30,7 @@ class Files:
         self.storage = storage
         self._open: OrderedDict[tuple[str, bool], int] = OrderedDict()
         self._buffers = buffers or {}  # name -> memory that is read and written like a file
-        self._can_copy = True  # without the bytes passing through this process
+        self._can_copy = True  # inside the kernel
         self.dirty: set[str] = set()  # files written since the last `sync`
 
     def __enter__(self) -> Files:
@@ -52,7 +52,7 @@ class Files:
             raise fault
 
     def _close_oldest(self) -> None:
-        """Close the file that was used least recently; a quota may show only then."""
+        """Close the least recently used file; a quota may fail only here."""
         (path, _), fd = self._open.popitem(last=False)
         try:
             self.storage.close(fd)
@@ -143,7 +143,7 @@ class Files:
             done += len(part)
 
     def _copy(self, src: str, src_offset: int, dst: str, dst_offset: int, length: int) -> int:
-        """How many bytes the storage copied by itself; fewer than asked where it cannot."""
+        """How many bytes the storage copied by itself; fewer than asked if it cannot."""
         reader, writer, done = self._fd(src, write=False), self._fd(dst, write=True), 0
         self.dirty.add(dst)
         while done < length:
@@ -155,7 +155,7 @@ class Files:
             if got is None:
                 self._can_copy = False
                 break
-            if got == 0:  # end of file, or a file system that copies nothing: let read say
+            if got == 0:  # end of file, or a file system that copies nothing: read will tell
                 break
             done += got
         return done
@@ -191,14 +191,13 @@ def create(path: str, layout: FileLayout, storage: Storage = LOCAL) -> None:
 
 
 def write_file(target: StoragePath, data: bytes) -> None:
-    """Make a small file that is whole at once."""
+    """Write a small file at once."""
     create(str(target), FileLayout(len(data), {}, ((0, data),)), target.storage)
 
 
 def copy_file(source: StoragePath, target: StoragePath) -> None:
-    """Copy a regular file of any size, byte for byte, as far as it reaches when it is opened.
-
-    So what has no size, as a kernel's file, gives an empty file and no copy without end.
+    """Copy a regular file of any size, byte for byte, up to the size that it has when it is opened.
+    So a file without a size, such as a kernel's, gives an empty file, and the copy ends.
     """
     size, scratch = source.size(), memoryview(bytearray(SCRATCH_BYTES))
     create(str(target), FileLayout(size, {}, ()), target.storage)
@@ -224,7 +223,7 @@ def crc32(path: str, offset: int, length: int, files: Files, scratch: memoryview
 
 
 def seal(path: str, checksum: Checksum, files: Files, scratch: memoryview) -> None:
-    """Write the CRC-32 of a range of a file into the slots that want it."""
+    """Write the CRC-32 of a range of a file into its slots."""
     crc = crc32(path, checksum.offset_bytes, checksum.length_bytes, files, scratch)
     for slot in checksum.slots:
         files.write(path, slot, memoryview(crc.to_bytes(4, "little")))

@@ -1,4 +1,4 @@
-"""Ctrl-C while a run tidies up: what has begun is finished before the interrupt is raised."""
+"""Ctrl-C during clean-up: the step that has begun is finished before the interrupt is raised."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 def uninterrupted(step: Callable[[], None]) -> None:
-    """Call ``step`` to its end; a Ctrl-C on the way begins it again and is raised afterwards."""
+    """Call ``step`` until it ends. After a Ctrl-C it is called again, and the interrupt is raised
+    at the end."""
     interrupt: KeyboardInterrupt | None = None
     while True:
         try:

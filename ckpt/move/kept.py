@@ -1,4 +1,4 @@
-"""Files of an output that travel along with the tensors, and what a killed run left of them."""
+"""Files that are copied with the tensors, and checks of what a killed run left of an output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .storage import StoragePath, storage_path, told
 
 
 def write_side(root: Path, side: SideFile, source: StoragePath) -> None:
-    """A file that travels along, byte for byte or as new text, no more readable than it was.
+    """Write a side file, byte for byte or as new text, no more readable than its source.
 
-    ``source`` is the checkpoint that it comes from.
+    ``source`` is the checkpoint from which it is copied.
     """
     target = root / side.name
     with told(target):
@@ -34,14 +34,14 @@ def write_side(root: Path, side: SideFile, source: StoragePath) -> None:
 
 
 def side_bytes(side: SideFile, source: StoragePath) -> int:
-    """The size of a file that travels along."""
+    """The size of a side file."""
     return source.at(side.source).size() if side.source else len(side.text.encode())
 
 
 def mode_of(files: Iterable[str], within: StoragePath) -> int:
-    """The permissions of files that are no more readable than every one of ``files``.
+    """Permissions with which a new file is no more readable than any of ``files``.
 
-    A group may read them only where it is the group that new files get.
+    The group may read it only if new files get the same group.
     """
     mode = 0o666
     with told(within):
@@ -58,9 +58,9 @@ def mode_of(files: Iterable[str], within: StoragePath) -> int:
 
 
 def kept_fault(file: OutFile, zeros: Iterable[View]) -> str:
-    """Why a file that was left is not the one that was made; empty if it is.
+    """Why a file is not the one that the earlier run made; empty if it is.
 
-    ``zeros`` are the places in it that nothing is copied to.
+    ``zeros`` are the places in it to which nothing is copied.
     """
     size = file.layout.size_bytes
     try:

@@ -1,4 +1,4 @@
-"""Tensors in memory as a manifest: what a trainer's rank holds, under the names of shards.
+"""Tensors in memory as a manifest: what a rank of the trainer holds, under the names in shards.
 
 A live tensor is a stored tensor of this rank, or a row-major range of one (a distributed
 optimizer's share). Its bytes are a buffer that the executor reads and writes like a file.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """A stored tensor, or the elements ``[start, stop)`` of one, contiguous in memory."""
+    """A stored tensor or its elements ``[start, stop)``, contiguous in memory."""
 
     state: str  # "" for a weight, else one of manifest.STATES
     placed: Placed
@@ -63,10 +63,10 @@ def load(
     here: Placement,
     memory_budget: int = 32 << 20,
 ) -> None:
-    """Fill this rank's buffers from any manifest; each byte is read by who needs it.
+    """Fill this rank's buffers from any manifest; a rank reads only the bytes that it needs.
 
-    Buffers must hold zeros where the source may lack padding rows. Raises CheckpointError
-    with every logical tensor that the source lacks or has in another shape.
+    Buffers must hold zeros if the source may lack padding rows. CheckpointError lists every logical
+    tensor that the source lacks or has in another shape.
     """
     from .executor import Budget, run_units, units
 

@@ -1,12 +1,12 @@
 """One run at a time into one output, on one machine or on several that share a file system.
 
-Two means: `flock`, which the kernel gives back when a process dies, and a record in the lock file
-of who holds it, since flock means nothing between the clients of many network file systems. The
-file is ``.NAME.partial.lock`` beside the output. Its holder touches it every minute; a record is
-void once its process is gone from this machine, or after ten minutes without a touch.
+The lock has two parts. The kernel releases a `flock` when its process dies. But flock has no effect
+between the clients of many network file systems, so the lock file also records who holds it. The
+file is ``.NAME.partial.lock`` next to the output. Its holder touches it every minute. A record is
+void if its process is gone from this machine, or after ten minutes without a touch.
 
-The record also says what its run was about to replace. Whoever takes over the lock of a killed
-run learns from it which hidden files are that run's, and touches no others.
+The record also says what its run was about to replace. A run that takes over the lock of a killed
+one knows from it which hidden files it may touch.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MAX_RECORD_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Who holds a lock, and what lies beside the output because of it. Inodes are -1 for none."""
+    """Who holds a lock, and which hidden names it has made. Inodes are -1 for none."""
 
     run: str  # random
     host: str
-    boot: str  # of the kernel: two machines or containers may share a name
-    space: str  # in which the process has its number
+    boot: str  # id of this start of the kernel: two machines or containers may have one name
+    space: str  # namespace of the process number
     pid: int
-    started: str  # of the process, so that a number that is used again is noticed
+    started: str  # start of the process: another process may get the same number later
     staging: int = -1  # inode of the staging folder
     replaced: int = -1  # inode of the output that was to be replaced
-    aside: str = ""  # name that the old output has for a moment, in the output's folder
+    aside: str = ""  # name of the old output during the exchange, in the output's folder
 
 
 class OutputLock:
@@ -57,7 +57,7 @@ class OutputLock:
         self._thread: threading.Thread | None = None
 
     def take(self) -> Record | None:
-        """Hold the lock; what the run before left in it, None where it ended well.
+        """Take the lock; returns the record that a killed run left in it, else None.
 
         CheckpointError if another run holds it, OSError if the file cannot be made.
         """
@@ -79,7 +79,7 @@ class OutputLock:
         return before
 
     def _begin(self, before: Record | None) -> None:
-        if before is not None:  # its leftovers are ours from now on
+        if before is not None:  # from now on its leftovers are ours
             self.record = replace(
                 self.record, staging=before.staging, replaced=before.replaced, aside=before.aside
             )
@@ -96,7 +96,7 @@ class OutputLock:
                 return os.open(self.path, flags), False
 
     def _is_held(self, made: bool) -> bool:
-        """Whether this run has it now; False if the file is not there any more."""
+        """Whether this run has the lock; False if the file is gone, so that another try is needed."""
         if not self._flocked(made):
             if not self.break_it:
                 raise CheckpointError(
@@ -139,15 +139,15 @@ class OutputLock:
         return False
 
     def _alive(self, record: Record | None) -> str:
-        """Why the lock's last holder may still be at work; empty if it is not."""
+        """Why the last holder may still be alive; empty if it is not."""
         age = time.time() - os.fstat(self._fd).st_mtime
         exclusive = _is_exclusive(self.path)
-        if record is None:  # it had no time to write one
+        if record is None:  # it was killed before it wrote one, or has just begun
             return "" if exclusive or age > RENEW_SECONDS else "it has just begun"
         host, boot, space, _, _ = _here()
         if record.boot == boot if boot and record.boot else record.host == host:
             if exclusive:
-                return ""  # the kernel has given back what a dead process held
+                return ""  # the kernel releases the locks of a dead process
             if record.space == space:
                 dead = _started(record.pid) != record.started
                 return "" if dead else f"process {record.pid} of this machine"
@@ -161,7 +161,7 @@ class OutputLock:
         self._write()
 
     def note_replaced(self, inode: int, aside: str) -> None:
-        """Record, durably, what is about to be replaced, and the name it may have for a moment."""
+        """Record, and sync, what is about to be replaced, and its name during the exchange."""
         self.record = replace(self.record, replaced=inode, aside=aside)
         self._write()
         os.fsync(self._fd)
@@ -187,7 +187,7 @@ class OutputLock:
                 os.utime(self._fd)
 
     def release(self) -> None:
-        """Give the lock back; its file is gone afterwards."""
+        """Release the lock and remove its file."""
         self._renewed.set()
         if self._thread is not None:
             self._thread.join()
@@ -200,7 +200,7 @@ class OutputLock:
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
-        with contextlib.suppress(OSError):  # what it holds is durable, or void
+        with contextlib.suppress(OSError):  # its content is synced, or no longer needed
             os.close(fd)
 
 
@@ -230,7 +230,7 @@ def _started(pid: int) -> str:
 
 
 def _is_exclusive(path: Path) -> bool:
-    """Whether flock means anything here: a second lock of a file must be refused."""
+    """Whether flock works here: a second lock of the file must fail."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

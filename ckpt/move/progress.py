@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import printable
 
 MOST_BYTES = 2**63 - 1  # what file systems and the kernel count to
-LINE_SECONDS = 10.0  # between plain lines: a log of a long run stays readable
+LINE_SECONDS = 10.0  # between plain lines, so that the log of a long run stays short
 
 
 class Progress:

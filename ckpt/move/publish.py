@@ -1,9 +1,9 @@
-"""Makes an output visible at once, whole, or not at all.
+"""Makes a whole output visible in one step, or nothing.
 
-Everything is written into ``.NAME.partial`` beside the output, under a lock, with a journal
-of the units that are durable. Publishing is fsync, then one rename. A killed run leaves only
-hidden names: ``--resume`` continues it, any other run of the same output removes them. Only names
-that the lock's record, the journal or the caller know as this tool's are ever removed.
+Everything is written into ``.NAME.partial`` next to the output, under a lock, with a journal of the
+units that are synced. Publishing is fsync, then one rename. A killed run leaves only hidden names.
+``--resume`` continues it; any other run of the same output removes them. A name is removed only if
+the lock's record, the journal or the caller says that this tool made it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-published: list[Path] = []  # what this process has made visible, for a run that is interrupted
+published: list[Path] = []  # outputs of this process, for the message after an interrupt
 
 
 def staging_folder(output: Path) -> Path:
@@ -38,7 +38,7 @@ def staging_folder(output: Path) -> Path:
 
 
 def nobodys(folder: Path) -> bool:
-    """The usual `is_ours`: a folder that nothing marks as this tool's is a user's."""
+    """The default of `is_ours`: a folder without a mark of this tool belongs to the user."""
     return False
 
 
@@ -46,10 +46,10 @@ class OutputTransaction:
     """The hidden folder that becomes the output; a context manager, or `open` and `close`.
 
     ``output`` is the final path: a folder, or a single file where ``single`` is given.
-    ``fingerprint`` stands for plan, options and sources: a journal with another one is not
+    ``fingerprint`` is a hash of plan, options and sources; a journal with another one is not
     continued. With ``resume`` an interrupted staging folder is kept for the next run. ``is_ours``
-    is asked about a folder of its name that has no journal: whether it may be emptied.
-    ``mode`` are the permissions of files; the output folder's follow from them.
+    says whether a folder of its name without a journal may be emptied. ``mode`` are the permissions
+    of the files; the folder's follow from them.
 
     Several processes may write into ``path``; one of them holds the transaction and publishes
     once all have finished.
@@ -97,7 +97,7 @@ class OutputTransaction:
         self.close(failed=error is not None)
 
     def open(self) -> None:
-        """Take the lock and make the staging folder, or go on with the one that a run left."""
+        """Take the lock and make the staging folder, or continue the one that a run left."""
         with told(self.output):
             if not self._has_leftovers():
                 self._check_output()
@@ -110,7 +110,7 @@ class OutputTransaction:
             raise
 
     def _has_leftovers(self) -> bool:
-        """Whether a run died here: what it left is tidied up before anything is refused."""
+        """Whether a killed run left something; that is cleaned up before any refusal."""
         return os.path.lexists(self.lock.path)
 
     def _enter(self) -> None:
@@ -136,10 +136,10 @@ class OutputTransaction:
             raise CheckpointError(f"{self.output} is a {kind}; a {other} cannot replace it")
 
     def _restore(self, before: Record | None) -> None:
-        """Undo or finish what a run that was killed left, as far as its lock says so.
+        """Undo or finish what a killed run left, but only what its lock record names.
 
-        Between the two renames of `_exchange` there is no output, and the old one lies aside.
-        After it, the old one lies in the staging folder's place.
+        Between the two renames of `_exchange` there is no output, and the old one has its other
+        name. After `_exchange`, the old one is in the staging folder's place.
         """
         if before is None:
             return
@@ -163,15 +163,12 @@ class OutputTransaction:
         self.lock.note_staging(_inode(self.path))
 
     def _check_staging(self) -> None:
-        """A folder that is there already may be used if it is this user's own, and no link.
-
-        Others must not be able to write into it: what they put there would be published.
+        """An existing folder may be used if it belongs to this user and is no link. Others must not
+        be able to write into it, because their files would be published.
         """
         info = os.lstat(self.path)
-        if not stat.S_ISDIR(info.st_mode):  # a link would have us empty the folder that it names
-            raise CheckpointError(
-                f"{self.path}: cannot be used to write in: it is no folder; remove it"
-            )
+        if not stat.S_ISDIR(info.st_mode):  # through a link, another folder would be emptied
+            raise CheckpointError(f"{self.path}: cannot be used: it is not a folder; remove it")
         own = os.lstat(self.lock.path)
         if info.st_uid != own.st_uid:
             raise CheckpointError(f"{self.path}: is another user's; remove it")
@@ -205,7 +202,7 @@ class OutputTransaction:
         self._journal = os.open(path, flags, 0o600)
 
     def _check_ours(self) -> None:
-        """A folder of somebody else's that happens to have this name is not emptied."""
+        """Refuse a folder of this name that no run of this tool made."""
         names = os.listdir(self.path)
         if names and JOURNAL not in names and not self.is_ours(self.path):
             raise CheckpointError(
@@ -214,14 +211,14 @@ class OutputTransaction:
             )
 
     def begin(self) -> None:
-        """Record that every file exists at its full size; from here on a run can continue."""
+        """Record that every file exists at its full size; from now on a run can be resumed."""
         if not self.continued:
             with told(self.path):
                 tree.sync_all(self.path)
             self._append(self.fingerprint + "\n")
 
     def record(self, finished: Iterable[int]) -> None:
-        """Note units whose bytes have been synced."""
+        """Record units whose bytes are synced."""
         text = "".join(f"{index}\n" for index in finished)
         if text:
             self.lock.check()
@@ -235,11 +232,11 @@ class OutputTransaction:
             os.fsync(self._journal)
 
     def carry_over(self, is_made: Callable[[str], bool]) -> None:
-        """Take along what the output that is to be replaced holds and this tool did not make.
+        """Keep the files of the old output that this tool did not make.
 
-        ``is_made`` is asked about each file by its path below the output. Files are linked, so
-        that old and new output both have them until the old one is removed; a file of the same
-        path in the staging folder wins. Call it once that is complete, before `publish`.
+        ``is_made`` gets each file's path below the output. Files are linked, so both outputs have
+        them until the old one is removed. A file of the same path in the staging folder wins. Call
+        it when the staging folder is complete, before `publish`.
         """
         if not self.output.is_dir():
             return
@@ -255,7 +252,7 @@ class OutputTransaction:
     def publish(self) -> None:
         """Sync every file and folder, then rename into place."""
         with told(self.path):
-            self._check_output()  # somebody may have put one there since
+            self._check_output()  # an output may have appeared since
             self._close_journal()  # NFS would keep the name of an open file
             self._restrict()
             tree.sync_all(self.path)
@@ -295,7 +292,8 @@ class OutputTransaction:
         _exchange(self.path, self.output, self.output.parent / aside)
 
     def close(self, *, failed: bool = False) -> None:
-        """Give the lock back; unpublished, the staging folder is removed, or kept to resume."""
+        """Release the lock. If nothing was published, remove the staging folder, or keep it to
+        resume."""
         if self._is_published() and self.output not in published:
             published.append(self.output)  # interrupted between the rename and the next line
         try:
@@ -307,14 +305,14 @@ class OutputTransaction:
             uninterrupted(self._leave)
 
     def _discard(self) -> None:
-        """Remove the staging folder, which may hold the replaced output, as far as possible."""
+        """Remove what can be removed of the staging folder, which may hold the replaced output."""
         with contextlib.suppress(OSError, CheckpointError):
-            self.lock.check()  # else the folder is another run's
+            self.lock.check()  # if not, the folder belongs to another run
             os.chmod(self.path, 0o700)
             tree.remove(self.path, keep=JOURNAL)
 
     def _leave(self) -> None:
-        """Give back what was taken, whatever went wrong; an empty staging folder is not kept."""
+        """Release everything after an error; an empty staging folder is removed."""
         with contextlib.suppress(OSError):
             self._close_journal()
         if self._locked and not self._is_published():
@@ -325,7 +323,7 @@ class OutputTransaction:
             self._remove_made_parents()
 
     def _is_published(self) -> bool:
-        """Whether the output is the very file or folder that was written here."""
+        """Whether the output is the file or folder that this run wrote."""
         return _inode(self.output) == self._inode
 
     def _remove_made_parents(self) -> None:
@@ -333,7 +331,7 @@ class OutputTransaction:
             try:
                 folder.rmdir()
             except OSError:
-                return  # somebody else put a file there, or it was never made
+                return  # another file is there, or it was never made
 
     def _close_journal(self) -> None:
         journal, self._journal = self._journal, -1
@@ -350,7 +348,7 @@ def folder_mode(mode: int) -> int:
 
 
 def _inode(path: Path) -> int:
-    """What lies at a path, by its number; -1 where nothing does."""
+    """The inode at a path; -1 if there is none."""
     try:
         return os.lstat(path).st_ino
     except OSError:
@@ -358,7 +356,7 @@ def _inode(path: Path) -> int:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Whole lines; the last one may have been cut by a kill. None where there is no file."""
+    """The complete lines; a kill may have cut the last one. None if there is no file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -368,7 +366,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _exchange(new: Path, old: Path, aside: Path) -> None:
-    """Swap two folders in one step where the system can, else in renames by way of ``aside``."""
+    """Swap two folders in one step if the system can, else by renames with ``aside`` in between."""
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "renameat2", None)
     if call is not None:
@@ -388,7 +386,7 @@ def _exchange(new: Path, old: Path, aside: Path) -> None:
 
 
 def snapshot(paths: Iterable[str], storage: Storage = LOCAL) -> dict[str, FileIdentity]:
-    """What tells of a change of every source file, to notice a change while we read."""
+    """The identity of every source file, to notice a change while it is read."""
     found = {}
     for path in sorted(set(paths)):
         with told(path):

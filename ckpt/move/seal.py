@@ -1,10 +1,10 @@
 """Checksums of files that are still being written: CRC-32s into their slots, and digests.
 
-Both need the bytes in the file's order, while workers finish logical tensors in an order of
-their own. Every byte before the first place of an unfinished tensor is final, so a worker that
-has finished a tensor goes on where the last one stopped, and two cores are both busy to the end.
-A slot is filled before its bytes are hashed, although its value depends on bytes behind it: a
-digest waits for the lowest slot that is still open.
+Both need the bytes in the file's order, but workers finish logical tensors in another order. Every
+byte before the first unfinished tensor is final. So a worker that has finished a tensor continues
+where the last one stopped, and all cores stay busy to the end.
+A slot's value depends on bytes behind it, but it must be filled before it is hashed. So a digest
+waits for the lowest slot that is still empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..model.planner import Copy
 
-STEP_BYTES = 8 << 20  # a worker leaves its tensors for no less than this
+STEP_BYTES = 8 << 20  # a worker interrupts its moving only for this much or more
 
 
 class ChecksumFollower:
@@ -44,22 +44,22 @@ class ChecksumFollower:
         self.active = checksum or any(file.layout.checksums for file in design.files)
 
     def finish(self, index: int) -> None:
-        """All bytes of a unit are in their files."""
+        """Note that all bytes of a unit are in their files."""
         self._finished[index] = 1
 
     def follow(self, unit: Sequence[Copy], files: Files, stop: threading.Event) -> None:
-        """Go on with the files of a unit, as far as they are final and nobody else is at it."""
+        """Continue with the final bytes of a unit's files, unless another worker does."""
         if self.active:
             for path in _first_bytes(unit):
                 self._trails[path].advance(files, stop, least=STEP_BYTES)
 
     def follow_all(self, files: Files, stop: threading.Event) -> None:
-        """The same for every file, by a worker that has nothing left to move."""
+        """The same for every file; for a worker that has nothing left to move."""
         for trail in self._trails.values() if self.active else ():
             trail.advance(files, stop)
 
     def close(self, workers: int) -> dict[str, tuple[int, str]]:
-        """What is left once all units are finished; each file's size and digest, or ``""``."""
+        """Do the rest, after all units are finished; each file's size and digest, or ``""``."""
         assert all(self._finished), "a unit was not moved"
 
         def loop(todo: Iterator[_Trail], stop: threading.Event) -> None:
@@ -93,7 +93,7 @@ class _Trail:
         self.units = array("q")  # the units' numbers in the same order
         self._finished = finished  # by unit
         self._lock = threading.Lock()
-        self._first = 0  # position of the first unit that was not finished when we looked
+        self._first = 0  # position of the first unit that was unfinished at the last look
         self._ranges: list[Checksum] = sorted(
             file.layout.checksums, key=lambda c: c.offset_bytes + c.length_bytes
         )
@@ -108,7 +108,7 @@ class _Trail:
 
     @property
     def digest(self) -> str:
-        """The xxh3-128 in hex; empty where none was asked for."""
+        """The xxh3-128 in hex; empty without --checksum."""
         return self._state.hexdigest() if self._state is not None else ""
 
     def advance(self, files: Files, stop: threading.Event, least: int = 1) -> None:
@@ -133,7 +133,7 @@ class _Trail:
             self._lock.release()
 
     def _behind(self) -> int:
-        """Where the next byte to seal or to hash lies."""
+        """Offset of the next byte to seal or hash."""
         if self._sealed < len(self._ranges):
             return min(self._ranges[self._sealed].offset_bytes, self.size)
         return self._hashed

@@ -1,10 +1,10 @@
-"""Where files lie: what a storage can do, the local file system, and paths bound to a storage.
+"""Storages: what one can do, the local file system, and paths bound to a storage.
 
-Containers, formats and the executor know files only through a ``Storage``, so that another one,
-in memory or remote, needs no change of theirs. Readers hold a ``StoragePath``: it has the methods
-of ``pathlib`` that they need, asks its storage, and turns OSError into ``CheckpointError``. A file
-is looked at once it is open, and never more of it is read than the size that it had then: a pipe,
-a device or a kernel's file, which has no size, can neither block nor go on without end.
+Containers, formats and the executor reach files only through a ``Storage``, so another one, in
+memory or remote, changes nothing in them. Readers hold a ``StoragePath``: it has the methods of
+``pathlib`` that they need, asks its storage, and turns OSError into ``CheckpointError``. The size
+of a file is taken after it was opened, and no more than that is read. So a pipe, a device or a
+kernel's file without a size can neither block nor go on forever.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stat:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a name that a file mentions is one of the same folder, and no path."""
+    """Whether a name in a file is a file name without a folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
         return False
     try:
@@ -54,20 +54,19 @@ def is_file_name(name: object) -> bool:
 
 
 def is_path_below(name: object) -> bool:
-    """Whether a name that a file mentions is a path below its folder, spelled in one way only."""
+    """Whether a name in a file is a normalised path below the file's folder."""
     return isinstance(name, str) and all(is_file_name(part) for part in name.split("/"))
 
 
 class Storage(Protocol):
-    """Files under text paths. Every method raises OSError where the storage refuses.
+    """Files under text paths. Every method raises OSError if the storage refuses.
 
-    ``open`` and ``create`` return a number that stands for the open file, as descriptors do.
-    Reads and writes say where they begin, so that threads may share an open file; they may move
-    fewer bytes than asked.
+    ``open`` and ``create`` return a number for the open file, like a descriptor. Reads and writes
+    take an offset, so threads may share an open file; they may move fewer bytes than asked.
     """
 
     def stat(self, path: str, *, follow: bool = True) -> Stat | None:
-        """What lies at ``path``; None where nothing does. ``follow``: at the end of its links."""
+        """What is at ``path``; None if nothing is. With ``follow``, links are followed."""
         ...
 
     def list(self, folder: str) -> list[str]:
@@ -93,32 +92,32 @@ class Storage(Protocol):
     def write(self, file: int, data: memoryview, offset: int) -> int: ...
 
     def copy(self, src: int, dst: int, length: int, src_offset: int, dst_offset: int) -> int | None:
-        """Bytes copied without passing through this process; None where that cannot be done."""
+        """Bytes that the storage copied by itself; None if it cannot."""
         ...
 
     def sync(self, file: int) -> None:
-        """Returns once every byte written is durable."""
+        """Returns when every byte written is durable."""
         ...
 
     def close(self, file: int) -> None: ...
 
     def make_folder(self, path: str) -> None:
-        """Makes a folder, and those above it; one that is there is kept."""
+        """Makes a folder and its parents; an existing one is kept."""
         ...
 
     def rename(self, path: str, to: str) -> None:
-        """A file or folder gets another path at once, whole; a file that has it is replaced."""
+        """Renames a file or folder in one step; replaces a file of the new name."""
         ...
 
     def free_bytes(self, folder: str) -> int | None:
-        """The room that is left; None where the storage does not know."""
+        """Free bytes; None if the storage does not know."""
         ...
 
 
 # --- the local file system --------------------------------------------------------------------
 
-# copy_file_range refuses with one of these where the file systems, the kernel or a sandbox
-# cannot do it; plain reads and writes always can.
+# copy_file_range fails with one of these if the file systems, the kernel or a sandbox cannot do
+# it; plain reads and writes always work.
 _NO_COPY = {
     errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM,
     errno.EACCES, errno.ETXTBSY, errno.EOVERFLOW, errno.ENOTSUP, errno.EIO,
@@ -133,7 +132,7 @@ def _preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
     return len(data)
 
 
-# Module attributes, so that a test can stand in for a system without them, or with short calls.
+# Module attributes, so that a test can replace them, for systems without them or with short calls.
 PREADV: Callable[[int, list[memoryview], int], int] = getattr(os, "preadv", _preadv)
 PWRITE: Callable[[int, memoryview, int], int] = os.pwrite
 KERNEL_COPY: Callable[[int, int, int, int, int], int] | None = getattr(os, "copy_file_range", None)
@@ -160,7 +159,7 @@ class LocalStorage:
 
     def open(self, path: str, *, write: bool = False) -> int:
         # A pipe opened without O_NONBLOCK would wait for its other end.
-        how = os.O_RDWR | os.O_NOFOLLOW if write else os.O_RDONLY  # never written through a link
+        how = os.O_RDWR | os.O_NOFOLLOW if write else os.O_RDONLY  # do not write through a link
         fd = os.open(path, how | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -229,9 +228,9 @@ _WATCHED: ContextVar[dict[str, FileIdentity] | None] = ContextVar("watched", def
 
 @contextmanager
 def watching() -> Iterator[dict[str, FileIdentity]]:
-    """The identity of every file that this thread opens, as it was when it was first opened.
+    """The identity of every file that this thread opens, taken when it is first opened.
 
-    A file that is exchanged after its header was read has another one from then on.
+    A file that is replaced after its header was read has another identity.
     """
     seen: dict[str, FileIdentity] = {}
     token = _WATCHED.set(seen)
@@ -246,7 +245,7 @@ def watching() -> Iterator[dict[str, FileIdentity]]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoragePath:
-    """A path of a storage; what it is asked raises CheckpointError where the storage refuses."""
+    """A path of a storage; its methods raise CheckpointError if the storage refuses."""
 
     pure: PurePosixPath
     storage: Storage = field(default=LOCAL, compare=False, repr=False)
@@ -255,7 +254,7 @@ class StoragePath:
         return str(self.pure)
 
     def __fspath__(self) -> str:
-        """The path for functions of the system, which a path of another storage is not for."""
+        """The path for functions of the system; only for the local storage."""
         if self.storage is not LOCAL:
             raise TypeError(f"{self.pure} is no path of the local file system")
         return str(self.pure)
@@ -288,11 +287,11 @@ class StoragePath:
         return tuple(StoragePath(pure, self.storage) for pure in self.pure.parents)
 
     def relative_to(self, folder: StoragePath) -> PurePosixPath:
-        """This path as it is spelled from ``folder`` on."""
+        """This path relative to ``folder``."""
         return self.pure.relative_to(folder.pure)
 
     def stat(self) -> Stat | None:
-        """What lies here, links followed; None where nothing does."""
+        """What is here, links followed; None if nothing is."""
         with told(self):
             return self.storage.stat(str(self.pure))
 
@@ -306,13 +305,13 @@ class StoragePath:
         return self.stat() is not None
 
     def is_symlink(self) -> bool:
-        """Whether a symbolic link lies here, wherever it leads."""
+        """Whether this is a symbolic link, to whatever target."""
         with told(self):
             found = self.storage.stat(str(self.pure), follow=False)
         return found is not None and found.kind == LINK
 
     def is_named(self) -> bool:
-        """Whether anything has this name, and be it a link that leads nowhere."""
+        """Whether anything has this name, a broken link included."""
         return self.exists() or self.is_symlink()
 
     def iterdir(self) -> list[StoragePath]:
@@ -343,7 +342,7 @@ class StoragePath:
             self.storage.make_folder(str(self.pure))
 
     def free_bytes(self) -> int | None:
-        """The room that is left around this folder; None where nobody knows."""
+        """Free bytes for this folder; None if that is not known."""
         with told(self):
             return self.storage.free_bytes(str(self.pure))
 
@@ -394,7 +393,7 @@ class StoragePath:
                 yield file.read(start, PART_BYTES)
 
     def read_text(self, limit: int = MAX_PARSED_BYTES) -> str:
-        """The whole file as UTF-8; what is none is replaced."""
+        """The whole file as UTF-8; invalid bytes are replaced."""
         return self.read_bytes(limit).decode("utf-8", "replace")
 
 
@@ -407,7 +406,7 @@ class OpenFile:
     _file: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes from ``offset`` on, fewer where the file ends."""
+        """The bytes from ``offset`` on; fewer if the file ends."""
         length = max(0, min(length, self.size - offset))
         into, done = memoryview(bytearray(length)), 0
         while done < length:
@@ -423,7 +422,7 @@ class OpenFile:
         return bytes(into[:done])
 
 
-Where = StoragePath | str | os.PathLike[str]  # a text: a path of the local file system
+Where = StoragePath | str | os.PathLike[str]  # text means a path of the local file system
 
 
 def storage_path(where: Where) -> StoragePath:

@@ -1,6 +1,6 @@
 """Whole folders of an output: listed, synced and removed, however deep, with no error swallowed.
 
-`os.walk` leaves out what it cannot list, and like `shutil.rmtree` it calls itself for each level.
+`os.walk` skips what it cannot list, and like `shutil.rmtree` it is recursive.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def make(folder: Path) -> None:
 
 
 def remove(path: Path, keep: str = "") -> None:
-    """Remove a file, a link or a folder with all that is in it; nothing there is nothing to do.
+    """Remove a file, a link or a folder with its contents, if it exists.
 
-    ``keep`` is a name in the folder that goes last, so that a kill on the way leaves it.
+    ``keep`` is a name in the folder that is removed last, so that it is left after a kill.
     """
     try:
         info = os.lstat(path)
@@ -80,9 +80,9 @@ def empty(root: Path, keep: str = "") -> None:
 
 
 def link(path: Path, to: Path) -> None:
-    """Give a file or link a second name, or a copy where the file system has no hard links.
+    """Link a file or link to a second name; copy it if the file system has no hard links.
 
-    What is there already is kept.
+    An existing target is kept.
     """
     with contextlib.suppress(FileExistsError):
         try:

@@ -1099,7 +1099,7 @@ def test_the_options_of_a_foreign_source_reach_the_reader(hf, cli, tmp_path):
     assert answer.code == 0, answer
     answer = cli("verify-ckpt", hf, foreign, *named, "--weights-only")
     assert answer.code == 2
-    assert "say of which of the two: --config-a or --config-b" in answer.err
+    assert "which of the two? use --config-a or --config-b" in answer.err
 
 
 # --- progress -----------------------------------------------------------------------------------

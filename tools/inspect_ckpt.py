@@ -35,7 +35,9 @@ def command(argv: Sequence[str]) -> int:
             import difflib
 
             near = difflib.get_close_matches(args.tensor, list(names), 3, 0.3)
-            raise CheckpointError(f"{ckpt.path}: no tensor {args.tensor}; near: {', '.join(near)}")
+            raise CheckpointError(
+                f"{ckpt.path}: no tensor {args.tensor}; similar names: {', '.join(near)}"
+            )
         table = describe_tensor(ckpt, args.tensor)
         lines = _tensor_lines(table)
     else:
@@ -77,7 +79,7 @@ def _lines(table: Mapping[str, Any]) -> list[str]:
 
 
 def _table(files: list[dict[str, Any]]) -> list[str]:
-    """Ranks x layers, one line a file."""
+    """The table of files: rank, layers, tensors and bytes of each."""
     from shardwright.ckpt.errors import printable
     from shardwright.ckpt.move.progress import human
 

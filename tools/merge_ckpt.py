@@ -17,7 +17,7 @@ def _parser() -> argparse.ArgumentParser:
         "--save",
         metavar="PATH",
         help="a folder, or one file if it ends in .safetensors or .bin "
-        "(default: DIR-hf beside DIR)",
+        "(default: DIR-hf next to DIR)",
     )
     made.add_argument("--dtype", help="cast the weights: fp32, fp16, bf16")
     made.add_argument("--max-shard-size", metavar="5GB", help="split the weights (default: no)")

@@ -1,6 +1,6 @@
 """What the commands share: option spellings, the checkpoint argument, exit codes.
 
-Imports nothing heavy, so that ``--help`` answers at once.
+Imports nothing slow, so ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def dashed(argv: Sequence[str]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors say what is wrong, not everything that would be right."""
+    """A parser with short errors: what is wrong, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
-        """The fault, and the option that was meant if one is near; exit code 2."""
+        """Print the fault, and the most similar option if there is one; exit code 2."""
         self.exit(
             USAGE,
             f"usage: {self.prog} [options] (--help lists them)\n"
@@ -61,14 +61,14 @@ class _Parser(argparse.ArgumentParser):
 def parser(
     prog: str, description: str, codes: str = "0 done, 1 refused or different, 2 usage"
 ) -> argparse.ArgumentParser:
-    """A parser that says the exit codes at the end of its help."""
+    """A parser with the exit codes at the end of its help."""
     return _Parser(
         prog=prog, description=description, allow_abbrev=False, epilog=f"exit codes: {codes}"
     )
 
 
 def add_checkpoint(made: argparse.ArgumentParser) -> None:
-    """DIR, --checkpoint-dir and its aliases; without any, the current folder."""
+    """Add DIR, --checkpoint-dir and its other names; the default is the current folder."""
     made.add_argument("checkpoint", nargs="?", metavar="DIR", help="the checkpoint, any format")
     made.add_argument(
         "--checkpoint-dir",
@@ -81,9 +81,9 @@ def add_checkpoint(made: argparse.ArgumentParser) -> None:
 
 
 def add_reading(made: argparse.ArgumentParser, *, sides: bool = False) -> None:
-    """What the user says about a source that it does not record itself.
+    """Add the options that say what a source does not record.
 
-    With ``sides`` each option also has a form for A and one for B, where two are named.
+    With ``sides`` each option also has a form for A and one for B.
     """
     _add_source(made, "")
     for side in ("a", "b") if sides else ():
@@ -97,28 +97,28 @@ def _add_source(made: argparse._ActionsContainer, side: str) -> None:
     end, of = (f"-{side}", f" of {side.upper()}") if side else ("", "")
     made.add_argument(
         f"--config{end}", metavar="HF_DIR",
-        help=f"folder with the Hugging Face config.json{of} to go by",
+        help=f"folder with the Hugging Face config.json{of}",
     )  # fmt: skip
     made.add_argument(
         f"--layout{end}", action="append", default=[], metavar="KEY=VALUE",
         help="layout tag that the checkpoint does not record, e.g. qkv=per_rank (may be repeated)"
         if not side else f"layout tag{of}",
     )  # fmt: skip
-    made.add_argument(f"--vocab-size{end}", type=int, metavar="N", help=f"true vocabulary rows{of}")
+    made.add_argument(f"--vocab-size{end}", type=int, metavar="N", help=f"real vocabulary rows{of}")
     made.add_argument(
         f"--format{end}", metavar="FORMAT",
-        help="shards, megatron, torch_dist or hf, for a folder that holds two of them"
+        help="shards, megatron, torch_dist or hf, if the folder holds two of them"
         if not side else f"format{of}",
     )  # fmt: skip
     made.add_argument(
         f"--iteration{end}", type=int, metavar="N",
-        help="of a folder that holds several checkpoints (default: the newest)"
+        help="which one, if the folder holds several (default: the newest)"
         if not side else f"iteration{of}",
     )  # fmt: skip
     made.add_argument(
         f"--trust{end}", action="append", default=[], metavar="config[:FIELD]",
-        help="believe the config where it contradicts Megatron-LM's args, in one FIELD or in all "
-        "(may be repeated)" if not side else f"believe the config{of} over its args",
+        help="if the config contradicts Megatron-LM's args: use the config, for one FIELD or for "
+        "all (may be repeated)" if not side else f"use the config{of}, not its args",
     )  # fmt: skip
 
 
@@ -147,33 +147,35 @@ def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
         help="print the plan: files, bytes, peak memory; write nothing",
     )
     group.add_argument(
-        "--overwrite", action="store_true", help="replace an existing output, at the very end"
+        "--overwrite",
+        action="store_true",
+        help="replace an existing output once the new one is complete",
     )
     group.add_argument(
         "--resume",
         action="store_true",
-        help="continue an interrupted run, and keep this one's work if it is interrupted",
+        help="continue an interrupted run; if this one is interrupted, keep its work",
     )
     group.add_argument(
         "--copy-all",
         action="store_true",
-        help="copy training state, other weights and nested checkpoints too",
+        help="also copy training state, other weights, adapters and nested checkpoints",
     )
     group.add_argument(
         "--follow-links",
         action="store_true",
-        help="copy files beside the weights that are links out of the checkpoint",
+        help="also copy side files that are links to a place outside the checkpoint",
     )
     group.add_argument(
         "--break-lock",
         action="store_true",
-        help="write although another run holds the output's lock; that run must be dead",
+        help="write although another run holds the output's lock; only if that run is dead",
     )
     group.add_argument(
         "--no-verify-source",
         dest="verify_source",
         action="store_false",
-        help="do not check the checksums that the source records (default: before it is read)",
+        help="do not check the checksums that the source records",
     )
     group.add_argument("--checksum", action="store_true", help="record the xxh3-128 of every file")
 
@@ -222,15 +224,16 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
 def read_options_of_two(
     args: argparse.Namespace, made: argparse.ArgumentParser, *, two: bool
 ) -> tuple[ReadOptions, ReadOptions]:
-    """The reading options of A and of B; what is not said of one of two is a usage error."""
+    """The reading options of A and of B; an option without a side is a usage error if there are
+    two."""
     for name in _READING:
         option = "--" + name.replace("_", "-")
         if two and getattr(args, name) not in (None, []):
-            made.error(f"{option}: say of which of the two: {option}-a or {option}-b")
+            made.error(f"{option}: which of the two? use {option}-a or {option}-b")
         if not two:
             for side in ("a", "b"):
                 if getattr(args, f"{name}_{side}") not in (None, []):
-                    made.error(f"{option}-{side}: only one checkpoint is named; say {option}")
+                    made.error(f"{option}-{side}: there is only one checkpoint; use {option}")
     return (_options_of(args, "_a"), _options_of(args, "_b")) if two else (
         _options_of(args, ""), _options_of(args, "")
     )  # fmt: skip
@@ -258,14 +261,14 @@ def run_options(args: argparse.Namespace) -> RunOptions:
 
 
 def say(*lines: str) -> None:
-    """Print lines for people; what a file calls something is printed escaped."""
+    """Print lines; control characters in names from files are escaped."""
     from shardwright.ckpt.errors import printable
 
     print("\n".join(map(printable, lines)))
 
 
 def _published() -> str:
-    """What the run made visible before it was interrupted; "" where that is nothing."""
+    """The output that the run published before it was interrupted; empty if there is none."""
     publish = sys.modules.get("shardwright.ckpt.move.publish")
     outputs = publish.published if publish is not None else []
     return "".join(f"{path} was published and is whole" for path in outputs[-1:])
@@ -274,9 +277,9 @@ def _published() -> str:
 def run(
     command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, refused: int = REFUSED
 ) -> int:
-    """Call a command: our errors become one message and the exit code ``refused``.
+    """Call a command; our errors become one message and the exit code ``refused``.
 
-    SIGTERM ends a run as Ctrl-C does, so that nothing half stays behind.
+    SIGTERM ends a run as Ctrl-C does, so that no partial output is left.
     """
 
     from shardwright.ckpt.errors import printable

@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--params", metavar="SIZE", help="7B, 13B, 20B, 40B, 70B or 175B instead")
     made.add_argument("--guide", action="store_true", help="print the guide's table of sizes, "
-                      "its layouts beside those found here")  # fmt: skip
+                      "with its layouts and those found here")  # fmt: skip
     machine = made.add_argument_group("machines")
     machine.add_argument("--gpus", type=int, metavar="N", help="GPUs of all machines together")
     machine.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or --gpus")
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "--global-batch-size", type=int, metavar="N", help="sequences of a step (default: 512)"
     )
     run.add_argument("--recompute", choices=("none", "selective", "full"), help="default: none "
-                     "or full, as is best")  # fmt: skip
+                     "or full, whichever is better")  # fmt: skip
     run.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run.add_argument(
         "--distributed-optimizer", action=argparse.BooleanOptionalAction, default=None,
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--micro-batch-size", type=int, metavar="N", help="this size only")
     run.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction, default=None,
-        help="with or without it only (default: as is best)",
+        help="only with or only without it (default: whichever is better)",
     )  # fmt: skip
     out = made.add_argument_group("output")
     out.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default: 8)")
@@ -100,10 +100,10 @@ def _request(args: argparse.Namespace):
     from shardwright.train.planning.estimate import Cluster
 
     if args.gpus is None:
-        raise TrainError("say how many GPUs there are: --gpus 8")
+        raise TrainError("the number of GPUs is missing: --gpus 8")
     if args.optimizer == "sgd" and args.distributed_optimizer:
         raise TrainError(
-            "--distributed-optimizer has no sgd in megatron-core; drop it or take --optimizer adamw"
+            "--distributed-optimizer has no sgd in megatron-core; use --optimizer adamw"
         )
     if args.gpu_peak is not None and not 0 < args.gpu_peak < math.inf:  # nan is neither
         raise TrainError(f"--gpu-peak {args.gpu_peak:g}: must be a number above 0, of TFLOP/s")
@@ -187,7 +187,7 @@ def _guide(args: argparse.Namespace) -> int:
     for flag, value in chosen.items():
         if value is not None:
             raise TrainError(
-                f"--guide is of given models and GPUs, {flag} chooses others; drop one"
+                f"--guide has fixed models and GPUs, {flag} sets others; leave one out"
             )
     rows = report.guide(args.global_batch_size or 512, args.seq_length or 2048)
     print("\n".join(report.guide_lines(rows)))

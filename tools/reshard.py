@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "--virtual-pipeline-model-parallel-size",
         type=int,
         metavar="N",
-        help="virtual stages of each pipeline stage, their layers dealt in turn (default: 1)",
+        help="virtual stages of each pipeline stage (default: 1)",
     )
     made.add_argument("--pp-layers", metavar="10,10,8", help="layers of each pipeline stage")
     made.add_argument(
@@ -53,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--use-distributed-optimizer",
         action=argparse.BooleanOptionalAction,
-        help="which form Megatron-LM's optimizer state gets (default: distributed if dp > 1)",
+        help="form of the optimizer for Megatron-LM (default: distributed if dp > 1)",
     )
     made.add_argument(
-        "--output", "--save-dir", "--save", metavar="PATH", help="default: DIR-tp4-pp2 beside DIR"
+        "--output", "--save-dir", "--save", metavar="PATH", help="default: DIR-tp4-pp2 next to DIR"
     )
     made.add_argument("--dtype", help="cast the weights: fp32, fp16, bf16")
     made.add_argument(
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         help="safetensors files or torch .bin files (default: as the source)",
     )
     made.add_argument(
-        "--weights-only", action="store_true", help="leave optimizer and training state out"
+        "--weights-only", action="store_true", help="leave out optimizer and training state"
     )
     made.add_argument(
         "--make-vocab-size-divisible-by",
@@ -74,17 +74,17 @@ def _parser() -> argparse.ArgumentParser:
         help="pad the vocabulary to a multiple of N x tp (default: as the source, else 128)",
     )
     made.add_argument(
-        "--max-shard-size", metavar="5GB", help="of --to hf: split the weights (default: no)"
+        "--max-shard-size", metavar="5GB", help="with --to hf: split the weights (default: no)"
     )
     made.add_argument(
         "--from-master",
         action="store_true",
-        help="of --to hf: export the optimizer's fp32 master weights",
+        help="with --to hf: export the optimizer's fp32 master weights",
     )
     made.add_argument(
         "--allow-incomplete-args",
         action="store_true",
-        help="of --to megatron and torch_dist: write args that cannot say all of the model",
+        help="with --to megatron or torch_dist: write args that lack a part of the model",
     )
     made.add_argument(
         "--adam",

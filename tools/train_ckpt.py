@@ -51,7 +51,7 @@ _SUBCOMMANDS = {
 
 
 def _run_rank(config: TrainConfig) -> int:
-    """One rank. All ranks meet most errors alike: the first speaks, the others soon end with it."""
+    """Run one rank. Most errors occur on all ranks: one prints them, the others end soon after."""
     from shardwright.train.run.trainer import main as run
 
     rank = os.environ["RANK"]

@@ -60,7 +60,7 @@ def command(argv: Sequence[str]) -> int:
     questions.write(table, output)
     print(f"wrote {output}")
     if table["use_cpu"] and "use_cpu" not in {**known, **given}:
-        print("it says use_cpu: true, since no GPU was found here; for a machine with GPUs pass "
+        print("it says use_cpu: true because no GPU was found here; for a machine with GPUs pass "
               "--use-cpu false")  # fmt: skip
     return options.DONE
 
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "--output", metavar="FILE", help="where to write (default: where accelerate launch looks)"
     )
     made.add_argument("--read", metavar="FILE", help="a YAML whose answers are the defaults")
-    made.add_argument("--show", action="store_true", help="say what a YAML means; write nothing")
-    made.add_argument("--yes", action="store_true", help="ask nothing: defaults and flags count")
-    made.add_argument("--ask", action="store_true", help="ask without a terminal too")
+    made.add_argument("--show", action="store_true", help="print what a YAML means; write nothing")
+    made.add_argument("--yes", action="store_true", help="ask nothing; use flags and defaults")
+    made.add_argument("--ask", action="store_true", help="ask also without a terminal")
     made.add_argument("--overwrite", action="store_true", help="replace an existing file")
     asked = made.add_argument_group("answers")
     for question in questions.QUESTIONS:

@@ -96,7 +96,7 @@ class OutputLock:
                 return os.open(self.path, flags), False
 
     def _is_held(self, made: bool) -> bool:
-        """Whether this run has the lock; False if the file is gone, so that another try is needed."""
+        """Whether this run has the lock; False if the file is gone: try again."""
         if not self._flocked(made):
             if not self.break_it:
                 raise CheckpointError(

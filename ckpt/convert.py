@@ -1,4 +1,4 @@
-"""``reshard`` and ``merge``: what an output is to be, handed to the one job runner."""
+"""``reshard`` and ``merge``: turn options into a job, which ``jobs.py`` runs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 _WHOLE_STATE = ("megatron", "torch_dist")  # formats that hold the state of every parameter
-MAX_AXIS = 1 << 16  # ranks: each is a file, and planning them takes time and memory
+MAX_AXIS = 1 << 16  # ranks: each has a file, and planning it takes time and memory
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
-    """The layout and format that an output is to have; None keeps the source's own."""
+    """The layout and format of an output; None keeps the source's."""
 
     axes: Mapping[str, int | None]  # ranks of tp, pp and further axes
     dp: int | None = None  # shard the optimizer over this many ranks
@@ -57,7 +57,7 @@ class ReshardOptions:
     adam: str | None = None  # whose Adam megatron-core uses: fused or torch
 
     def asked(self) -> list[str]:
-        """The options that not every format has, as far as they were given."""
+        """The given options that not every format has."""
         given = {
             **{f"--{axis}": size for axis, size in self.axes.items()},
             "--dp": self.dp,
@@ -100,14 +100,14 @@ def reshard(
     """Write ``source`` in another parallel layout, format or both; returns the report.
 
     ``to`` is shards, megatron, torch_dist or hf. What is None stays as in the source (a Hugging
-    Face source is tp 1, pp 1 and becomes shards). ``dp`` shards the optimizer state over that
-    many ranks, ``pp_layers`` names the layers of each stage, ``vpp`` gives each stage that many
-    virtual ones, ``dtype`` casts the weights, ``axes`` are ranks of mesh axes beyond these.
+    Face source is tp 1, pp 1 and becomes shards). ``dp`` splits the optimizer state over that many
+    ranks, ``pp_layers`` gives the layers of each stage, ``vpp`` the virtual stages of each stage,
+    ``axes`` the ranks of further mesh axes. ``dtype`` casts the weights.
     ``use_distributed_optimizer`` picks the form of Megatron-LM's optimizer state.
-    ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. A model that args of
-    Megatron-LM cannot say is refused without ``allow_incomplete_args``. ``adam`` is the class that
-    is to load Megatron-LM's plain optimizer: fused (Apex's, TransformerEngine's) or torch. Default
-    output: ``DIR-tp4-pp2`` or ``DIR-hf`` beside the source. Raises CheckpointError.
+    ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. A model that
+    Megatron-LM's args cannot describe is refused without ``allow_incomplete_args``. ``adam`` names
+    the class that will load Megatron-LM's plain optimizer: fused (Apex's, TransformerEngine's) or
+    torch. Default output: ``DIR-tp4-pp2`` or ``DIR-hf`` next to the source. Raises CheckpointError.
     """
     unknown = set(axes) - set(AXES)
     if unknown:
@@ -213,7 +213,7 @@ def _writer(ckpt: Checkpoint, options: ReshardOptions) -> Writer:
 
 
 def _check_optimizer(ckpt: Checkpoint, options: ReshardOptions) -> None:
-    """Optimizer state that is to be written, or exported, must be sound."""
+    """Optimizer state that is written, or exported, must be sound."""
     fault = ckpt.optimizer_fault()
     if fault and options.from_master:
         fault = fault.replace(WITHOUT, "merge without --from-master")
@@ -228,7 +228,7 @@ def _check_optimizer(ckpt: Checkpoint, options: ReshardOptions) -> None:
 
 
 def _whole_files(where: Path, options: ReshardOptions) -> WholeFiles:
-    """One file where the output is named as one, else transformers' own names."""
+    """One file if the output is named as one, else transformers' names."""
     single = where.suffix in (".bin", ".safetensors")
     if single and options.max_shard_bytes is not None:
         raise CheckpointError(f"--output {where} is one file; --max-shard-size needs a folder")
@@ -243,7 +243,7 @@ def _notes(options: ReshardOptions) -> tuple[str, ...]:
 
 
 def _check_applies(options: ReshardOptions) -> None:
-    """An unknown format, and options that the known one does not have, are refused by name."""
+    """Refuse an unknown format, and options that the format does not have, by name."""
     if options.to is None:
         return
     if options.to not in writers():
@@ -261,7 +261,7 @@ def _check_applies(options: ReshardOptions) -> None:
 
 
 def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
-    """The new layout, with everything that the user left open taken from the source."""
+    """The new layout; what the user does not give is as in the source."""
     model = ckpt.need_model()
     for name, value in (*to.axes.items(), ("dp", to.dp), ("vpp", to.vpp)):
         if value is not None and value < 1:
@@ -297,7 +297,7 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
 
 
 def _is_bin(ckpt: Checkpoint) -> bool:
-    """Whether shards should stay torch zips: the spelling of the source is kept."""
+    """Whether shards stay torch zips: by default the container is the source's."""
     return ckpt.format == SHARDS and any(f.path.endswith(".bin") for f in ckpt.files)
 
 
@@ -315,7 +315,7 @@ def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, Tenso
 
 
 def _accompanied(ckpt: Checkpoint, read: ReadOptions) -> Checkpoint:
-    """The checkpoint with the user's config, and what lies beside it, in place of its own."""
+    """The checkpoint with the user's config, and the files next to it, in place of its own."""
     if read.config is None:
         return ckpt
     config = storage_path(read.config)
@@ -325,7 +325,7 @@ def _accompanied(ckpt: Checkpoint, read: ReadOptions) -> Checkpoint:
 
 
 def _weights(ckpt: Checkpoint) -> dict[str, TensorMeta]:
-    """The logical weights, padding left behind."""
+    """The logical weights without padding."""
     return {
         fqn: meta
         for fqn, meta in ckpt.manifest.tensors.items()

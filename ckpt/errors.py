@@ -1,8 +1,8 @@
-"""The one error type for what a user gave us: a file, a name, an option.
+"""The error type for everything that a user gave us: a file, a name, an option.
 
-Our own bugs are ``assert`` failures and never this type, so a caller can catch
-``CheckpointError`` and know that the message names the file or tensor, both
-values where there are two, and the next step where there is one.
+Our own bugs are ``assert`` failures and never this type. So a caller can catch ``CheckpointError``;
+its message names the file or tensor, both values if there are two, and the next step if there is
+one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: names in a file may hold anything, escape sequences too.
+    """A text for a terminal: names in a file may contain anything, even escape sequences.
 
-    A newline stays where an indented line follows, as in our own lists; so none of a name can
+    A newline is kept only before an indented line, as in our lists. So a newline in a name cannot
     begin a line that looks like one of ours.
     """
     if text.isprintable():
@@ -35,7 +35,7 @@ class CheckpointError(ValueError):
 def raise_all(faults: Iterable[str], headline: str, limit: int = 20, *, hint: str = "") -> None:
     """Raise one error that lists every fault; return quietly if there is none.
 
-    ``hint`` is the next step, said last.
+    ``hint`` is the next step; it comes last.
     """
     found = list(faults)
     if not found:

@@ -1,4 +1,4 @@
-"""What ``inspect-ckpt`` tells of a checkpoint, as plain values. Reads headers only."""
+"""What ``inspect-ckpt`` prints about a checkpoint, as plain values. Reads headers only."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
     }
 
 
-STAT_ELEMENTS = 1 << 20  # elements that are held at once while statistics are taken
-MAX_REPEATED = 1 << 22  # elements of a tensor whose strides name its bytes more than once
+STAT_ELEMENTS = 1 << 20  # elements in memory at once for statistics
+MAX_REPEATED = 1 << 22  # elements of a tensor with strides that repeat its bytes
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """The whole of a tensor in blocks of at most ``STAT_ELEMENTS``."""
+    """A whole tensor in blocks of at most ``STAT_ELEMENTS``."""
     if not math.prod(shape):
         return
     room, ranges = STAT_ELEMENTS, []

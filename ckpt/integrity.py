@@ -1,8 +1,8 @@
-"""Every checksum that a checkpoint has, against the bytes that it is of.
+"""Compares every checksum that a checkpoint records with its bytes.
 
 Two kinds: xxh3-128 digests of whole files, which checkpoint.json or checksums.json list, and the
-CRC-32 that torch's zip archives record of each tensor's bytes. What holds no tensor (headers,
-pickles, directories) is checked whenever it is read. Memory: a buffer of 1 MiB for each thread.
+CRC-32 that torch's zip archives record of each tensor's bytes. Parts without tensors (headers,
+pickles, directories) are checked whenever they are read. Memory: a buffer of 1 MiB for each thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Checked:
     faults: tuple[Fault, ...]
     digests: int  # files with one
     crcs: int  # ranges with one
-    nbytes: int  # that were read for it
+    nbytes: int  # read for the check
     bare: tuple[str, ...]  # files that record nothing
 
     def line(self) -> str:
@@ -44,13 +44,13 @@ class Checked:
 
 
 def used_files(ckpt: Checkpoint) -> list[str]:
-    """The files that hold the checkpoint's tensors; without the optimizer's if it was left out."""
+    """The files that hold the checkpoint's tensors, without those that were left out."""
     chunks = itertools.chain.from_iterable(ckpt.manifest.chunks.values())
     return sorted({chunk.place.file for chunk in chunks})
 
 
 def check_used(ckpt: Checkpoint, files: Collection[str], threads: int) -> Checked:
-    """The files that a job reads: sizes, and a digest of each or else its CRC-32s."""
+    """Check the files that a job reads: sizes, and each file's digest or else its CRC-32s."""
     recorded = {str(ckpt.path / name): row for name, row in ckpt.digests.items()}
     own = {path: recorded[path] for path in sorted(files) if path in recorded}
     marks = {path: mark for path, (_, mark) in own.items() if mark}
@@ -80,7 +80,7 @@ def check_source(ckpt: Checkpoint, files: Collection[str], threads: int) -> str:
 
 
 def size_faults(ckpt: Checkpoint, recorded: Mapping[str, tuple[int, str]]) -> list[Fault]:
-    """Files of another size than is recorded, or that are not there."""
+    """Files that are missing or have another size than recorded."""
     faults = []
     for path, (size, _) in recorded.items():
         there = ckpt.path.at(path)
@@ -102,7 +102,7 @@ def recorded_crcs(ckpt: Checkpoint, files: Iterable[str]) -> list[RecordedChecks
 
 
 def crc_faults(crcs: Iterable[RecordedChecksum], threads: int) -> list[Fault]:
-    """Ranges of files whose bytes do not have the CRC-32 that is recorded of them."""
+    """Ranges of files with another CRC-32 than recorded."""
     from .move.executor import in_threads
     from .move.files import SCRATCH_BYTES, Files, crc32
 
@@ -146,10 +146,16 @@ _PAIR = ("exp_avg", "exp_avg_sq")  # Adam's moments: it keeps both for a tensor,
 def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
     """(faults, warnings) of optimizer state that some weights have and others lack.
 
+<<<<<<< HEAD
     A weight with one moment of Adam's two is damage, and so is a half-precision one with moments
     and no master beside others that have one. Other states may be for some weights alone (Muon's
     momentum is for matrices). One with none was frozen, or its state was lost: a warning where
     files do not record which weights the run trained.
+=======
+    A weight with only one of Adam's two moments is a fault. Other states may exist for some weights
+    only (Muon has momentum for matrices). A weight without any may have been frozen; files do not
+    record that, so it is a warning.
+>>>>>>> be8153d (Plain words in the modules that commands call)
     """
     names = [f for f in ckpt.manifest.tensors if not is_padding(f)]
     held = {s: {f[len(s) + 1 :] for f in names if category_of(f) == s} for s in STATES}

@@ -1,4 +1,4 @@
-"""The one way a conversion runs: plan, create, move, compare replicas, seal, publish."""
+"""How every conversion runs: plan, create, move, compare replicas, seal, publish."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Report:
     peak_bytes: int = 0  # estimate: buffers, chunks and the interpreter
     dry_run: bool = False
     notes: list[str] = field(default_factory=list)
-    sides: list[tuple[str, int]] = field(default_factory=list)  # name, bytes of what lies beside
+    sides: list[tuple[str, int]] = field(default_factory=list)  # name, bytes of each side file
     digests: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
@@ -119,7 +119,7 @@ class Job:
     """A conversion that is ready to be planned."""
 
     source: Checkpoint
-    design: Callable[[Path], Design]  # given the folder that holds the files while they grow
+    design: Callable[[Path], Design]  # gets the staging folder
     output: Path
     single: bool  # the output is one file, not a folder
     drop: Callable[[str], str | None]
@@ -129,7 +129,7 @@ class Job:
 
 
 def run_job(job: Job, options: RunOptions) -> Report:
-    """Carry a job out; nothing is visible at ``job.output`` before it is complete."""
+    """Run a job; nothing is visible at ``job.output`` before it is complete."""
     from .move.publish import (
         OutputTransaction,
         check_unchanged,
@@ -144,7 +144,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
     design = job.design(root)
     made = resolve(plan(job.source.manifest, design.manifest, job.drop))
     report = _report(job, options, design, made, root)
-    # A value that a text file cannot hold is found now, not when all else is written.
+    # finds a value that a text file cannot hold now, not after everything else is written
     sizes = {_name(root, f.path): (f.layout.size_bytes, "") for f in design.files}
     sides = job.sides(design, sizes)
     check_design(design, root, sides)
@@ -182,7 +182,7 @@ def run_job(job: Job, options: RunOptions) -> Report:
 
 
 def check_place(source: Checkpoint, output: Path) -> None:
-    """An output inside its source, over it or around it would change the source."""
+    """Refuse an output inside its source, at its place or around it: it would change the source."""
     from .move.publish import staging_folder
 
     if output.name in ("", "..") or "\0" in str(output):
@@ -203,7 +203,7 @@ def check_place(source: Checkpoint, output: Path) -> None:
 
 
 def _name(root: Path, path: str) -> str:
-    """A file of the output as text files and reports name it, sub-folders included."""
+    """The name of an output file in text files and reports, with its sub-folders."""
     return PurePath(path).relative_to(root).as_posix()
 
 
@@ -228,9 +228,9 @@ def _source_files(source: Checkpoint) -> list[str]:
 
 
 def _plan_mark(design: Design, made: Plan) -> str:
-    """A hash of every byte that is known now and of where every other one comes from.
+    """A hash of every byte that is known now, and of the origin of every other byte.
 
-    Sizes alone would not do: another packing of the same shapes has the same sizes.
+    Sizes are not enough: another packing of the same shapes has the same sizes.
     """
     import hashlib
 
@@ -252,7 +252,7 @@ def _mode(source: Checkpoint) -> int:
 
 
 def _check_space(report: Report, folder: Path) -> None:
-    """A full disk is found before anything is written, where the system tells."""
+    """Find a full disk before anything is written, if the system tells."""
     need = sum(size for _, size in (*report.files, *report.sides))
     free = storage_path(folder).free_bytes()
     if free is not None and need > free:
@@ -292,8 +292,8 @@ def _move(
 ) -> dict[str, tuple[int, str]]:
     """Move every unit that is not done yet, and compare its replicas while they are cached.
 
-    Returns each file's size and, where asked for, its digest: CRC-32s and digests are made as
-    the files grow.
+    Returns each file's size and, with --checksum, its digest: CRC-32s and digests are computed
+    while the files grow.
     """
     from .move.compare import compare
     from .move.executor import Budget, Mover, run_units, units
@@ -311,7 +311,7 @@ def _move(
     pending: dict[int, tuple[float, list[int]]] = {}
 
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
-        # what is kept is read again: the staging folder was out of our hands
+        # read again what is kept: the staging folder may have changed since
         if index in transaction.done and compare(mover, unit, Tolerance(cast=True)) is None:
             progress.add(sum(copy.nbytes for copy in unit))
             follower.finish(index)
@@ -353,7 +353,7 @@ def _move(
 
 
 def _overflow_notes(overflows: Mapping[str, int], design: Design) -> list[str]:
-    """A warning for each tensor with values that its new dtype cannot hold."""
+    """A warning for each tensor with values outside the range of its new dtype."""
     return [
         f"warning: {fqn}: {count} finite values became infinite in "
         f"{TO_TORCH[design.manifest.tensors[fqn].dtype]}"

@@ -1,4 +1,4 @@
-"""Lazy arrays: a logical tensor that is read when it is sliced, and only that much of it."""
+"""Lazy arrays: slicing one reads that part of a logical tensor from the files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LazyArray:
         except TypeError:
             pass
         raise IndexError(
-            f"{self.fqn}: {key!r:.80} is no index; known are whole numbers, slices and ... "
+            f"{self.fqn}: {key!r:.80} is not an index; use whole numbers, slices and ... "
             "([:] gives the whole array for anything else)"
         )
 
@@ -104,7 +104,7 @@ class LazyArray:
     ) -> Array:
         """The whole tensor for ``np.asarray``; bytes of a file are always copied."""
         if copy is False:
-            raise ValueError(f"{self.fqn}: lies in a file, so it cannot be had without a copy")
+            raise ValueError(f"{self.fqn}: is in a file, so it cannot be read without a copy")
         whole = self[...]
         return whole if dtype is None else whole.astype(dtype)
 

@@ -42,10 +42,10 @@ def read_checkpoint(path: Where, options: ReadOptions | None = None) -> Checkpoi
 
 
 def _format_of(where: StoragePath, asked: str | None) -> tuple[Format, list[str]]:
-    """The format to read a path as, and a line where it is not the only one that fits.
+    """The format of a path, and a line if another one fits too.
 
-    A valid checkpoint.json names its own files, so what lies beside them is something else. Two
-    formats without one are refused until the user says which.
+    A valid checkpoint.json names its files, so all others do not belong to it. Without one, two
+    formats in a folder are refused until the user chooses.
     """
     known = {fmt.NAME: fmt for fmt in formats()}
     if asked is not None and asked not in known:
@@ -83,7 +83,7 @@ def _check_finished(path: StoragePath) -> None:
 
 
 def follow(path: Where, iteration: int | None = None) -> StoragePath:
-    """``path`` resolved; a save folder stands for the checkpoint that its ``latest`` names.
+    """``path`` resolved; for a save folder, the checkpoint that its ``latest`` names.
 
     ``iteration`` picks another one of a save folder's ``checkpoint-N``.
     """
@@ -98,7 +98,7 @@ def follow(path: Where, iteration: int | None = None) -> StoragePath:
 
 
 def _latest(where: StoragePath) -> StoragePath:
-    """The checkpoint that a save folder's ``latest`` names; ``where`` if it is none."""
+    """The checkpoint that a save folder's ``latest`` names; ``where`` if it is no save folder."""
     pointer = where / LATEST
     if where.is_dir() and pointer.is_file() and not is_checkpoint(where):
         name = pointer.read_text(MAX_NAME_BYTES).strip()
@@ -125,13 +125,13 @@ def _numbered(where: StoragePath, iteration: int) -> StoragePath:
 
 
 def is_checkpoint(where: Where) -> bool:
-    """Whether some format reads a path."""
+    """Whether a format reads this path."""
     path = storage_path(where)
     return path.exists() and any(fmt.sniff(path) for fmt in formats())
 
 
 def _unknown(path: StoragePath) -> str:
-    """Name what the path looks like and the way on, where we know its kind."""
+    """What the path looks like, and what to do, if we know its kind."""
     if path.is_file():
         return "not a .safetensors or .bin file"
     if says := foreign.what_folder(path):
@@ -183,11 +183,10 @@ def open_checkpoint(
 ) -> OpenCheckpoint:
     """Open any readable checkpoint.
 
-    ``config`` names a folder or file of a Hugging Face config where the checkpoint has none,
-    ``layout`` says layout tags of a foreign folder, ``vocab_size`` the true number of vocabulary
-    rows, ``iteration`` picks one checkpoint of a folder that holds several, ``format`` one of two
-    formats in a folder. They only fill what the checkpoint does not record. Raises
-    CheckpointError.
+    ``config`` names a folder or file of a Hugging Face config, ``layout`` gives layout tags,
+    ``vocab_size`` the real number of vocabulary rows. ``iteration`` picks one checkpoint of a
+    folder that holds several, ``format`` one of two formats in a folder. They only add what the
+    checkpoint does not record. Raises CheckpointError.
     """
     options = ReadOptions(config, layout or {}, vocab_size, iteration=iteration, format=format)
     return OpenCheckpoint(read_checkpoint(path, options))

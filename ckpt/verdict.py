@@ -65,7 +65,7 @@ def _finite(number: float) -> float | str:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was compared or checked, and everything that is not as it should be."""
+    """What was compared or checked, and everything that is wrong."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Verdict:
         self.findings.append(Finding(kind, name, text))
 
     def worst(self, limit: int = WORST) -> list[Finding]:
-        """The findings to print first: what is no matter of values, then the largest gaps."""
+        """The findings to print first: those not about values, then the largest differences."""
 
         def rank(finding: Finding) -> tuple[bool, float, int]:
             return finding.kind == "values", -finding.max_abs, -finding.elements
@@ -126,7 +126,7 @@ class Verdict:
         }
 
     def lines(self, limit: int = WORST) -> list[str]:
-        """The findings for people: the worst ``limit``, and a summary where there are more."""
+        """The findings as lines: the worst ``limit``, and a summary if there are more."""
         shown = self.findings if len(self.findings) <= limit else self.worst(limit)
         out = [f"differs: {finding.text}" for finding in shown]
         if len(self.findings) > len(shown):
@@ -149,7 +149,7 @@ def _summary(rows: Iterable[Finding]) -> dict[str, object]:
 
 
 def _layer_line(layer: str, row: dict[str, object]) -> str:
-    where = "outside of the layers" if layer == "none" else f"layer {layer}"
+    where = "outside the layers" if layer == "none" else f"layer {layer}"
     gap = row["max_abs"] if isinstance(row["max_abs"], str) else f"{row['max_abs']:g}"
     return (
         f"{where}: tensors that differ: {row['tensors']}, elements: {row['elements']}, "

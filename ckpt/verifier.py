@@ -1,4 +1,4 @@
-"""``verify``: two checkpoints bit for bit in logical space, or one against its own claims."""
+"""``verify``: compares two checkpoints bit for bit in logical space, or checks a single one."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def verify(
     read_b: ReadOptions | None = None,
     run: RunOptions | None = None,
 ) -> Verdict:
-    """Compare two checkpoints of any formats and layouts; with one, check it by itself.
+    """Compare two checkpoints of any formats and layouts, or check a single one.
 
-    ``read`` is about ``a`` alone, ``read_b`` about ``b``: what one side needs to be told must
-    not change how the other is read. With a tolerance, dtypes may differ and values are compared
+    ``read`` is about ``a`` only, ``read_b`` about ``b``: an option for one side must not change how
+    the other is read. With a tolerance, dtypes may differ and values are compared
     as ``|a - b| <= atol + rtol * |b|``. Raises CheckpointError where a side cannot be read.
     """
     options = run or RunOptions()
@@ -97,7 +97,7 @@ def compare_checkpoints(
 
 
 def _first_of_each(manifest: Manifest) -> Manifest:
-    """Without the chunks whose box an earlier chunk of the tensor has."""
+    """Without chunks that have the same box as an earlier one of the tensor."""
     chunks = {
         fqn: list({chunk.box: chunk for chunk in reversed(rows)}.values())
         for fqn, rows in manifest.chunks.items()
@@ -108,9 +108,9 @@ def _first_of_each(manifest: Manifest) -> Manifest:
 def _aligned(
     left: Checkpoint, right: Checkpoint, says: Sequence[ReadOptions]
 ) -> tuple[Checkpoint, Checkpoint]:
-    """Where only one side knows the model, read the other through the same config.
+    """If only one side knows the model, read the other side with the same config.
 
-    A bare file without a config has raw names; the tied head must be found there too.
+    A file without a config has raw names; its tied head must be found too.
     """
     for one, other, said in ((left, right, says[0]), (right, left, says[1])):
         if one.model is None and other.model is not None and one.format == "hf":
@@ -134,7 +134,7 @@ def _common(
     tolerance: Tolerance,
     weights_only: bool,
 ) -> Iterable[str]:
-    """Names that both sides have in one shape; everything else goes into the verdict."""
+    """Names that both sides have with the same shape; all others go into the verdict."""
     a, b = left.manifest.tensors, right.manifest.tensors
     absent = _missing_categories(left, right, verdict, weights_only)
     for fqn in [*a, *(f for f in b if f not in a)]:
@@ -165,7 +165,7 @@ def _common(
 def _missing_categories(
     left: Checkpoint, right: Checkpoint, verdict: Verdict, weights_only: bool
 ) -> set[str]:
-    """Whole kinds of optimizer state that one side lacks: one line for each."""
+    """Kinds of optimizer state that one side lacks completely: one line for each."""
     sides = [{category_of(f) for f in c.manifest.tensors} - {""} for c in (left, right)]
     absent = sides[0] ^ sides[1]
     for name in sorted(absent) if not weights_only else ():
@@ -176,7 +176,7 @@ def _missing_categories(
 
 
 def _compare_function(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
-    """What the configs say of the function that the weights compute; spelling does not count."""
+    """Compare what the configs say about the computation; spelling does not count."""
     says = [_settings(side) for side in (left, right)]
     if says[0] is not None and says[1] is not None:
         for name, (one, other) in contradictions(says[0], says[1]).items():
@@ -185,7 +185,7 @@ def _compare_function(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> 
 
 
 def _settings(ckpt: Checkpoint) -> Settings | None:
-    """None where nothing describes the model."""
+    """None if nothing describes the model."""
     if ckpt.model is not None:
         return settings(ckpt.model.config, ckpt.model)
     path = _config_of(ckpt)
@@ -202,7 +202,7 @@ def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> Non
 
 
 def _compare_random_states(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:
-    """Generators of the ranks, byte for byte; another layout has other ranks."""
+    """Random states of the ranks, byte for byte, unless the layouts differ."""
     sides = [{s.name: s.source for s in c.random_states} for c in (left, right)]
     names = sorted({*sides[0], *sides[1]})
     layouts = [(c.format, c.mesh, c.dp, c.sharded) for c in (left, right)]
@@ -238,7 +238,7 @@ def _only(manifest: Manifest, names: set[str]) -> Manifest:
 
 
 def _whole(manifest: Manifest) -> Manifest:
-    """A target that takes each tensor as one piece, to have coverage and replicas found."""
+    """A target that takes each tensor as one piece, to check coverage and find replicas."""
     chunks = {
         fqn: [Chunk(fqn, full(m.shape), View("", 0, m.shape, row_major(m.shape), m.dtype))]
         for fqn, m in manifest.tensors.items()
@@ -288,7 +288,7 @@ def _finding(found: Difference, numel: int) -> Finding:
 
 
 def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Verdict:
-    """Coverage, replicas, and sizes and digests where they are recorded."""
+    """Check coverage, replicas, and recorded sizes and digests."""
     verdict = Verdict(notes=list(ckpt.notes))
     if ckpt.headers is not None:
         ckpt.headers()
@@ -315,7 +315,7 @@ def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Ve
 
 
 def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> None:
-    """Recorded sizes and digests against the files."""
+    """Compare recorded sizes and digests with the files."""
     recorded = {str(ckpt.path / name): row for name, row in sorted(ckpt.digests.items())}
     for path in _leading_out(ckpt, recorded):
         text = f"{path}: is {ckpt.path.at(path).real()}, outside of {ckpt.path}; not read"
@@ -342,9 +342,9 @@ def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> N
 
 
 def _leading_out(ckpt: Checkpoint, recorded: Iterable[str]) -> list[str]:
-    """Recorded paths whose links lead to folders that reading the checkpoint does not enter.
+    """Recorded paths with links to folders that do not belong to the checkpoint.
 
-    A list of digests may be anybody's, and to say a file's digest is to tell of its contents.
+    Anybody may have written the list, and printing the digest of a file tells about its content.
     """
     own = {file.path for file in ckpt.files}
     inside = {folder.real() for folder in (ckpt.path, *(ckpt.path.at(p).parent for p in own))}

@@ -414,7 +414,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
         (["--params", "7B", "--gpus", "8", "--optimizer", "sgd", "--distributed-optimizer"], "sgd"),
         (["--params", "7B", "--gpus", "8", "--tp", "1", "--pp", "1", "--global-batch-size", "9"],
          "16 would"),
-        (["--guide", "--gpus", "8"], "drop one"),
+        (["--guide", "--gpus", "8"], "leave one out"),
         (["--params", "7B", "--gpus", "8", "--plot", "x.pdf"], ".png or .svg"),
     ],
 )  # fmt: skip

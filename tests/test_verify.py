@@ -250,7 +250,7 @@ def test_the_worst_ten_are_shown_and_every_layer_is_summed_up(hf, tmp_path, caps
     assert f"these are the worst 10 of {len(names)} differences" in "\n".join(lines)
     sums = [line for line in lines if line.startswith(("layer ", "outside "))]
     assert [line.partition(":")[0] for line in sums] == [
-        "outside of the layers",
+        "outside the layers",
         "layer 1",
         "layer 3",
     ]

@@ -146,16 +146,10 @@ _PAIR = ("exp_avg", "exp_avg_sq")  # Adam's moments: it keeps both for a tensor,
 def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
     """(faults, warnings) of optimizer state that some weights have and others lack.
 
-<<<<<<< HEAD
-    A weight with one moment of Adam's two is damage, and so is a half-precision one with moments
-    and no master beside others that have one. Other states may be for some weights alone (Muon's
-    momentum is for matrices). One with none was frozen, or its state was lost: a warning where
+    A weight with only one of Adam's two moments is a fault. So is a half-precision one with moments
+    and no master, if others have a master. Other states may exist for some weights only (Muon has
+    momentum for matrices). A weight without any was frozen, or its state was lost: a warning if
     files do not record which weights the run trained.
-=======
-    A weight with only one of Adam's two moments is a fault. Other states may exist for some weights
-    only (Muon has momentum for matrices). A weight without any may have been frozen; files do not
-    record that, so it is a warning.
->>>>>>> be8153d (Plain words in the modules that commands call)
     """
     names = [f for f in ckpt.manifest.tensors if not is_padding(f)]
     held = {s: {f[len(s) + 1 :] for f in names if category_of(f) == s} for s in STATES}

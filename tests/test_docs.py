@@ -43,7 +43,8 @@ OTHERS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port "
     "--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf",
     "Megatron-LM": "--ckpt-format --no-load-rng --no-load-optim --finetune "
-    "--override-opt_param-scheduler",
+    "--override-opt_param-scheduler --use-checkpoint-args --norm-epsilon "
+    "--rotary-seq-len-interpolation-factor",
     "accelerate launch": "--use_megatron_lm --config_file",
 }
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")

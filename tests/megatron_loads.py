@@ -11,6 +11,7 @@ went wrong to OUTPUT/JOB/rank_R.txt. Nothing that reads or writes checkpoints he
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -65,11 +66,13 @@ def build(job: Job, args: argparse.Namespace) -> list[Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    layout = job["layout"]
-    assert not args.openai_gelu
+    layout, said = job["layout"], {}
+    if job.get("by_name"):  # as Megatron-LM itself: each field takes the arg of its name
+        fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+        said = {name: value for name, value in vars(args).items() if name in fields}
     # core_v0.13.1 called it norm_epsilon
     epsilon = vars(args).get("layernorm_epsilon") or args.norm_epsilon
-    config = TransformerConfig(
+    made: dict[str, Any] = dict(  # noqa: C408
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -94,12 +97,17 @@ def build(job: Job, args: argparse.Namespace) -> list[Any]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
+        bias_activation_fusion=bool(job.get("by_name") and args.bias_gelu_fusion),
+        transformer_impl="local",
     )
+    config = TransformerConfig(**{**said, **made})
     stage, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
     for v in range(layout["vpp"]):
         chunk = GPTModel(
             config,
-            get_gpt_layer_local_spec(normalization=args.normalization),
+            get_gpt_layer_local_spec(
+                qk_layernorm=args.qk_layernorm, normalization=args.normalization
+            ),
             vocab_size=job["vocab"] or args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=stage == v == 0,
@@ -108,6 +116,9 @@ def build(job: Job, args: argparse.Namespace) -> list[Any]:
             position_embedding_type=args.position_embedding_type,
             rotary_base=args.rotary_base,
             rotary_percent=args.rotary_percent,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=vars(args).get("rope_scaling_factor", 8.0),
+            seq_len_interpolation_factor=vars(args).get("rotary_seq_len_interpolation_factor"),
             vp_stage=v if layout["vpp"] > 1 else None,
         )
         chunks.append(chunk.to(args.params_dtype))
@@ -229,10 +240,13 @@ def logits_of(job: Job, chunks: Sequence[Any]) -> torch.Tensor | None:
 def run(job: Job) -> dict[str, Any]:
     """Load, compute, and give back what the rank holds."""
     chunks, made, more = (load_dist if job["kind"] == "torch_dist" else load_classic)(job)
+    logits = logits_of(job, chunks) if job["tokens"] else None
+    if job.get("logits_only"):
+        return {"logits": logits}
     said: dict[str, Any] = {
         **more,
         "model": {n: c.state_dict() for n, c in zip(names(chunks), chunks, strict=True)},
-        "logits": logits_of(job, chunks) if job["tokens"] else None,
+        "logits": logits,
     }
     if made is None:
         return said

@@ -34,6 +34,7 @@ _UNSAID: Mapping[str, tuple[object, ...]] = {
 }
 _EPSILON = 1e-5  # Megatron-LM's default
 _ACTIVATION = ("swiglu", "bias_gelu_fusion", "openai_gelu")  # all of it in args
+_PARTIAL = ("phi3",)  # families whose rotary positions may cover a part of a head
 _SCALES = re.compile(r".*(multiplier|scaling|softcap\w*|_scale|logit_cap)")
 
 
@@ -128,6 +129,9 @@ def cannot_say(model: Model, args: Mapping[str, object], origin: str) -> list[st
             neutral = (None, False, 1)
         if neutral is not None and value not in neutral:
             rows.append(f"{what} {shown(value)}")
+    part = wanted["rotated part of a head"]
+    if part != 1 and model.family.name not in _PARTIAL:
+        rows.append(f"rotated part of a head {shown(part)}, which {model.family.name} has not")
     head = wanted.get("query_pre_attn_scalar", model.sizes["hd"])
     if head != model.sizes["hd"]:
         rows.append(f"query_pre_attn_scalar {shown(head)}, heads of {model.sizes['hd']}")

@@ -17,7 +17,7 @@ from .formats.native.names import NAME as SHARDS
 from .formats.side_files import side_files
 from .formats.writing import WholeFiles, WriteRequest
 from .integrity import incomplete_states
-from .jobs import Job, Report, RunOptions, run_job
+from .jobs import Job, Report, RunOptions, check_place, run_job
 from .model.dtypes import CASTABLE, parse_dtype
 from .model.family import build_mesh
 from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_padding
@@ -26,7 +26,7 @@ from .model.planner import Tolerance, by_category
 from .model.target import Target, main_dtype
 from .move.storage import Where, storage_path
 from .output_name import absolute, default_output
-from .reader import read_checkpoint
+from .reader import check_replaceable, read_checkpoint
 
 if TYPE_CHECKING:
     from .formats.writing import Writer
@@ -130,7 +130,11 @@ def reshard(
     )
     _check_applies(options)
     job = _job(source, output, options, read or ReadOptions())
-    return run_job(job, run or RunOptions())
+    run = run or RunOptions()
+    check_place(job.source, job.output)
+    if run.overwrite:
+        check_replaceable(job.output)
+    return run_job(job, run)
 
 
 def merge(
@@ -180,7 +184,7 @@ def _job(
     if not weights_only:
         _check_optimizer(ckpt, options)
     target = None if writer.WEIGHTS_ONLY else _target(ckpt, options)
-    where = absolute(output) if output else default_output(source, ckpt, target, writer)
+    where = absolute(output) if output is not None else default_output(source, ckpt, target, writer)
     ckpt = _renamed_masters(ckpt) if options.from_master else ckpt
     metas = _cast(ckpt.manifest.tensors, options.dtype)
     said = parse_dtype(options.dtype) if options.dtype else ""

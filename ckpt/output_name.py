@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
+from .errors import CheckpointError
 from .formats.native.names import NAME as SHARDS
 from .model.target import Target
 from .move.storage import StoragePath, Where, storage_path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 def absolute(output: str | Path) -> Path:
     """Where an output goes; a shell leaves the ~ of ``--output=~/x`` to us."""
+    if not str(output):
+        raise CheckpointError("--output '': names nothing (an unset variable of the shell?)")
     return Path(os.path.expanduser(output)).absolute()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .formats import Format, foreign, formats
+from .formats.hf.names import NAME as HF
 from .formats.native.names import CHECKPOINT, NAME
 from .formats.native.reader import is_described
 from .move.publish import JOURNAL, snapshot
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .lazy import LazyArray
 
 _SAVED = re.compile(r"checkpoint-\d{1,18}")  # a trainer's folder of one step
+# Folders of single checkpoints, as trainers keep several side by side.
+_OTHER = re.compile(r"checkpoint-\d+|global_step\d+(_universal)?|iter_\d{7,}|release")
 MAX_NAME_BYTES = 4096  # of a file that holds the name of a folder
 LATEST = "latest"  # text file in a save folder: the name of its newest checkpoint
 
@@ -128,6 +131,28 @@ def is_checkpoint(where: Where) -> bool:
     """Whether a format reads this path."""
     path = storage_path(where)
     return path.exists() and any(fmt.sniff(path) for fmt in formats())
+
+
+def check_replaceable(where: Where) -> None:
+    """Raise unless what an output is to replace is one checkpoint, one file, or empty.
+
+    The whole folder goes, so one that holds anything else is the user's to remove.
+    """
+    path = storage_path(where)
+    if not path.is_dir() or path.is_symlink() or not (held := path.iterdir()):
+        return
+    fits = {fmt.NAME for fmt in formats() if fmt.sniff(path)}
+    others = [child.name for child in held if _OTHER.fullmatch(child.name) and child.is_dir()]
+    run = len(others) == 1 and not fits & {NAME, HF}  # Megatron-LM's folder around an iteration
+    why = f"it is no checkpoint (it holds {held[0].name!r})" if not fits else ""
+    if fits and others and not run:
+        more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+        why = f"it holds other checkpoints ({', '.join(others[:4])}{more})"
+    if why:
+        raise CheckpointError(
+            f"{where}: --overwrite would remove this folder, and {why}; remove it yourself, or "
+            "name another --output"
+        )
 
 
 def _unknown(path: StoragePath) -> str:

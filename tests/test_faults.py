@@ -531,7 +531,7 @@ def test_an_existing_output_is_refused_without_overwrite(job, home):
     assert content(home / "to") == before
 
 
-def test_what_is_no_checkpoint_is_overwritten_only_when_asked(home):
+def test_what_is_no_checkpoint_is_never_replaced(home):
     Path("to/out").mkdir()
     Path("to/out/mine").write_text("keep")
     Path("to/dangling").symlink_to("nowhere")
@@ -539,8 +539,32 @@ def test_what_is_no_checkpoint_is_overwritten_only_when_asked(home):
         refused(lambda: to_shards("to/out"), "exists")
         refused(lambda: to_shards("to/dangling"), "exists")
         refused(lambda: to_shards("to/dangling", overwrite=True), "is a symlink")
+        refused(lambda: to_shards("to/out", overwrite=True), "no checkpoint", "'mine'")
+        refused(lambda: to_shards("to/out", overwrite=True, dry_run=True), "no checkpoint")
+        refused(lambda: to_shards(""), "--output ''")
+    Path("to/out/mine").unlink()
     to_shards("to/out", overwrite=True)
-    assert "mine" not in names(Path("to/out"))
+    assert "config.json" in names(Path("to/out"))
+
+
+@pytest.mark.parametrize("name", ["checkpoint-500", "iter_0000005", "global_step7"])
+def test_a_folder_that_holds_other_checkpoints_is_never_replaced(name, home):
+    """As a Trainer's folder, which has the last model beside the steps before it."""
+    to_shards("to/out")
+    Path("to/out", name).mkdir()
+    with untouched(home):
+        refused(lambda: to_shards("to/out", overwrite=True), "other checkpoints", name)
+
+
+def test_a_run_of_megatron_with_other_iterations_is_never_replaced(home):
+    def job():
+        return reshard("hf", "to/run", to="megatron", tp=2, run=RunOptions(overwrite=True))
+
+    job()
+    job()
+    Path("to/run/iter_0000005/mp_rank_00").mkdir(parents=True)
+    with untouched(home):
+        refused(job, "other checkpoints", "iter_0000005, release")
 
 
 def test_a_link_is_not_followed_into_what_it_names(home):

@@ -167,6 +167,18 @@ def test_the_library_knows_nothing_of_what_is_built_on_it(one, other):
             and b.split(".")[0] == other] == []  # fmt: skip
 
 
+def test_no_module_imports_a_private_name_of_another():
+    found = [
+        f"{name}: {alias.name}"
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+    assert found == []
+
+
 def test_every_reader_and_writer_stands_in_the_tuples_of_formats():
     known = [n for n in modules() if n.startswith("ckpt.formats.")]
     for kind, table in (("reader", formats._READERS), ("writer", formats._WRITERS)):

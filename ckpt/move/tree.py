@@ -108,6 +108,21 @@ def sync_names(folder: Path) -> None:
     sync(Path(os.path.realpath(folder)))
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Give a small file new content at once and durably; one process at a time may.
+
+    A reader sees the old content or the new one, after a power cut too.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync_names(path.parent)
+
+
 def sync_all(root: Path) -> None:
     """Make every file and folder at and below ``root`` durable."""
     for folder, names in walk(root):

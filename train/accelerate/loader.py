@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..data.samples import _rows, epoch_seed
+from ..data.samples import epoch_seed, rows_of
 from ..errors import TrainError
 
 IGNORED = -100  # label of a position that does not count, as in transformers
@@ -47,7 +47,7 @@ class Share:
         return [
             place
             for micro in range(self.num_micro_batches)
-            for place in _rows(micro, self.micro_batch_size, rank, self.dp_size)
+            for place in rows_of(micro, self.micro_batch_size, rank, self.dp_size)
         ]
 
 

@@ -10,8 +10,8 @@ output's transaction, so that lock, staging, sync and rename are those of every 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,9 @@ from shardwright.ckpt.model.design import Design, OutFile, check_design
 from shardwright.ckpt.model.file_layout import FileLayout
 from shardwright.ckpt.model.manifest import Manifest, SideFile
 from shardwright.ckpt.move import tree
+from shardwright.ckpt.move.kept import write_side
 from shardwright.ckpt.move.publish import OutputTransaction, staging_folder
-from shardwright.ckpt.move.storage import told
+from shardwright.ckpt.move.storage import storage_path, told
 from shardwright.ckpt.reader import LATEST
 
 from ..errors import TrainError
@@ -237,7 +238,7 @@ class Saver:
         ]
         check_design(Design(files, Manifest({}, {})), output.path, sides)
         for side in sides:
-            _write_side(output.path, side)
+            write_side(output.path, side, storage_path(output.path))
         output.carry_over(_is_made)  # a script may save into a folder that holds more
         output.publish()
         output.close()
@@ -256,7 +257,8 @@ class Saver:
         for path in old:
             os.rename(path, _unused(newest.parent / f".{path.name}{REMOVED}"))
         for gone in newest.parent.glob(f".checkpoint-*{REMOVED}"):  # also those of a killed run
-            shutil.rmtree(gone, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the next save tries again
+                tree.remove(gone)
 
 
 def _before(newest: Path, leaving: Sequence[Path]) -> list[Path]:
@@ -291,23 +293,8 @@ def _is_ours(folder: Path) -> bool:
 
 def _point_to(final: Path) -> None:
     """Make ``latest`` name a checkpoint, which is on the disk already."""
-    pointer = final.parent / f".{LATEST}.partial"
-    with told(pointer):
-        with pointer.open("w", encoding="utf-8") as file:
-            file.write(final.name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(pointer, final.parent / LATEST)
-        tree.sync_names(final.parent)
-
-
-def _write_side(stage: Path, side: SideFile) -> None:
-    target = stage / side.name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if side.source:
-        shutil.copyfile(side.source, target)
-    else:
-        target.write_text(side.text, encoding="utf-8")
+    with told(final.parent / LATEST):
+        tree.replace_file(final.parent / LATEST, f"{final.name}\n".encode())
 
 
 def _lowest(value: int, group: dist.ProcessGroup | None) -> int:

@@ -163,7 +163,7 @@ class Batches:
     def __next__(self) -> list[dict[str, Tensor]]:
         step = []
         for micro in range(self.num_micro_batches):
-            rows = _rows(micro, self.micro_batch_size, self.dp_rank, self.dp_size)
+            rows = rows_of(micro, self.micro_batch_size, self.dp_rank, self.dp_size)
             step.append(_stack([self.samples[self.consumed_samples + row] for row in rows]))
         self.consumed_samples += self.global_batch_size
         return step
@@ -249,7 +249,7 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for micro in range(len(self)):
-            rows = _rows(micro, self.micro_batch_size, self.dp_rank, self.dp_size)
+            rows = rows_of(micro, self.micro_batch_size, self.dp_rank, self.dp_size)
             # None is GPTDataset's sample without loss.
             yield _stack([self._dataset[r if r < self.num_samples else None] for r in rows])
 
@@ -268,7 +268,7 @@ def _unshuffled(dataset: Any) -> Any:
     return dataset
 
 
-def _rows(micro: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> range:
+def rows_of(micro: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> range:
     """Which samples of a step are micro-batch ``micro`` of this rank."""
     start = (micro * dp_size + dp_rank) * micro_batch_size
     return range(start, start + micro_batch_size)

@@ -12,7 +12,7 @@ from statistics import mean, median
 from ..config.schema import TrainConfig
 from ..planning.pipeline import balanced, even_split, heaviest
 from .findings import NOTE, WARNING, Finding, listed
-from .pipeline import LARGE_BUBBLE, UNEVEN, _bubble_of, bubble
+from .pipeline import LARGE_BUBBLE, UNEVEN, bubble, expected_bubble
 
 GAIN = 0.95  # of the slowest stage's time: a split that leaves more is not worth a change
 SLOW_DATA = 0.1  # of a step
@@ -157,7 +157,7 @@ def _measured(
         uneven = [*_uneven(config, times, layers)]
         found = bubble(config, layers, measured_bubble(times))
         # where stages differ and the layout's own bubble is small, their difference is the wait
-        small = _bubble_of(config, layers) < LARGE_BUBBLE
+        small = expected_bubble(config, layers) < LARGE_BUBBLE
         if found.level == WARNING and not (small and (uneven or crowded)):
             yield found
         yield from uneven

@@ -18,7 +18,7 @@ def bubble(
 ) -> Finding:
     """How long stages wait for each other; ``measured`` is the share that a run saw."""
     pp, m = config.parallelism.pp, config.batch.num_micro_batches
-    expected = _bubble_of(config, layers)
+    expected = expected_bubble(config, layers)
     share = expected if measured is None else measured
     what = f"stages of pp={pp} wait {expected:.0%} of a step with {_times(m)}"
     if measured is not None:
@@ -35,7 +35,8 @@ def bubble(
     return Finding(WARNING, "bubble", what, tuple(_bubble_fixes(config, layers)))
 
 
-def _bubble_of(config: TrainConfig, layers: int | None) -> float:
+def expected_bubble(config: TrainConfig, layers: int | None) -> float:
+    """The share of a step in which a pipeline rank waits, as the layout gives it."""
     layout, chunks = config.parallelism, 1
     if layout.virtual_pp_layers and layers:
         chunks = layers // (layout.pp * layout.virtual_pp_layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import torch
 
 from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.model.placement import shapes_of
+from shardwright.ckpt.move import tree
 
 from ..errors import TrainError
 
@@ -135,9 +135,7 @@ def _forget_after(path: Path, step: int) -> None:
     kept = [line for line, row in _rows(path) if row["step"] <= step]
     text = "".join(line + "\n" for line in kept)
     if path.read_text(encoding="utf-8") != text:
-        beside = path.with_name(f".{path.name}.partial")
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        tree.replace_file(path, text.encode())
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -22,6 +22,9 @@ from shardwright.ckpt import CheckpointError, ReadOptions, merge, reshard
 from shardwright.ckpt.checkpoint.config import model_from
 from shardwright.ckpt.formats.megatron import args_out, known_args
 from shardwright.ckpt.formats.megatron.args import config_from_args, says
+from shardwright.ckpt.model.family import build_mesh
+from shardwright.ckpt.model.layout import default_layout
+from shardwright.ckpt.model.placement import Placement
 from shardwright.ckpt.reader import read_checkpoint
 from shardwright.tools import merge_ckpt
 from shardwright.tools import reshard as reshard_command
@@ -282,7 +285,12 @@ class Option:
         return (Option, (), {"size": 7})
 
 
-@pytest.mark.parametrize("form", ["classic", "torch_dist"])
+def _old_form(file: Path) -> None:
+    content = torch.load(file, weights_only=False)
+    torch.save(content, file, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("form", ["classic", "torch_dist", "classic before zip"])
 def test_foreign_objects_in_args_are_inert_named_and_left_behind(
     form: str, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +311,9 @@ def test_foreign_objects_in_args_are_inert_named_and_left_behind(
         torch.save(content, file)
     else:
         _edit(source, "mp_rank_00", lambda file: vars(file["args"]).update(odd))
+    if form == "classic before zip":
+        (file,) = source.rglob("model_optim_rng.pt")
+        _old_form(file)
     monkeypatch.delitem(sys.modules, module.__name__)
     found = read_checkpoint(source)
     (note,) = [note for note in found.notes if "args that cannot travel" in note]
@@ -315,13 +326,34 @@ def test_foreign_objects_in_args_are_inert_named_and_left_behind(
     assert not vars(torch.load(file, weights_only=False)["args"]).keys() & odd.keys()
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "before zip"])
 @pytest.mark.parametrize("call", [(os.system, "true"), (eval, "1"), (getattr, "a", "b")])
-def test_what_executes_still_refuses_the_file(call: tuple[Any, ...], tmp_path: Path) -> None:
+def test_what_executes_still_refuses_the_file(
+    call: tuple[Any, ...], old: bool, tmp_path: Path
+) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:
             return (call[0], call[1:])
 
     source = _small(tmp_path / "in", 1, 1)
-    _edit(source, "mp_rank_00", lambda file: vars(file["args"]).update(x=Evil()))
+    (file,) = source.rglob("model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    vars(content["args"]).update(x=Evil())
+    torch.save(content, file, _use_new_zipfile_serialization=not old)
     with pytest.raises(CheckpointError, match="refused, nothing was executed"):
         read_checkpoint(source)
+
+
+# --- packing of old versions ---------------------------------------------------------------------
+
+
+def test_rows_that_alternate_in_a_model_of_gpt3s_size_are_refused_with_the_way_on() -> None:
+    """checkpoint_version 1 makes a piece of each row: 7 million of them here."""
+    config = {"model_type": "gpt2", "n_embd": 12288, "n_head": 96, "n_layer": 96,
+              "n_positions": 2048, "vocab_size": 50257}  # fmt: skip
+    model = model_from(config, "x")
+    mesh = build_mesh(model, (("tp", 8), ("pp", 8)))
+    says = r"linear_qkv\.weight: .* pieces.*checkpoint_version 1 wrote.*Megatron-LM.*save it again"
+    with pytest.raises(CheckpointError, match=says):
+        Placement.of(model, mesh, {**default_layout(model.family), "qkv": "per_row"}, 51200)
+    assert Placement.of(model, mesh, default_layout(model.family), 51200).placed

@@ -119,9 +119,10 @@ def _hf(folder: Path, config: dict[str, object]) -> Path:
 
 def _refused(source: Path, out: Path, to: str) -> str:
     """Write ``out``; or why not, and then nothing is there."""
-    options = {"safe_serialization": False} if to == "shards" else {}
+    options = {"safe_serialization": False} if to in ("shards", "hf") else {}
+    layout = {} if to == "hf" else {"tp": 1, "pp": 1}
     try:
-        reshard(source, out, to=to, tp=1, pp=1, **options)
+        reshard(source, out, to=to, **layout, **options)
     except CheckpointError as error:
         assert not out.exists()
         return str(error)
@@ -137,7 +138,7 @@ KEYS = (
 GPT2_KEYS = ("layer_norm_epsilon", "activation_function", "initializer_range", "resid_pdrop")
 
 
-@pytest.mark.parametrize("to", ["megatron", "torch_dist", "shards"])
+@pytest.mark.parametrize("to", ["megatron", "torch_dist", "shards", "hf"])
 def test_no_value_of_a_config_becomes_code(to, tmp_path) -> None:
     canary, made = tmp_path / "canary", []
     sides = [(CONFIG, key) for key in KEYS] + [(GPT2, key) for key in GPT2_KEYS]

@@ -121,12 +121,14 @@ def decode_at(
     start: int,
     path: str,
     persistent: Callable[[object], StorageRef] | None = None,
+    *,
+    foreign: bool = False,
 ) -> tuple[object, int]:
-    """The value of the pickle at ``start``, and where it stops.
+    """The value of the pickle at ``start``, and where it stops; ``foreign`` is ``decode``'s.
 
     Raises ``InputEnds`` where ``data`` holds too little of it, so that a caller can read more.
     """
-    vm = _Machine(path, data, persistent, start)
+    vm = _Machine(path, data, persistent, start, foreign=foreign)
     value = _run(vm)
     check_parts(value, vm.pos - start, path, _inside)
     return value, vm.pos

@@ -94,10 +94,10 @@ class _Storages:
         return part
 
 
-def index(file: OpenFile) -> Index:
+def index(file: OpenFile, *, foreign: bool = False) -> Index:
     """The tensors of a file, named as ``torch_zip.index`` does it."""
     path, size = str(file.path), file.size
-    root, storages, keys, stop = _pickles(path, file)
+    root, storages, keys, stop = _pickles(path, file, foreign)
     starts = _starts(path, file, storages, keys, stop)
     entries = {}
     for name, view in tensors(path, root, budget=4 * stop).items():
@@ -108,26 +108,27 @@ def index(file: OpenFile) -> Index:
     return Index(path, size, entries, {}, extra(path, root))
 
 
-def _pickles(path: str, file: OpenFile) -> tuple[object, _Storages, list[str], int]:
+def _pickles(path: str, file: OpenFile, foreign: bool) -> tuple[object, _Storages, list[str], int]:
     """(object, its storages, the keys in the file's order, where the last pickle stops)."""
     length = FIRST_READ_BYTES
     while True:
         data = file.read(0, min(length, MAX_PICKLES_BYTES))
         try:
-            return _decoded(path, data)
+            return _decoded(path, data, foreign)
         except InputEnds as error:
             if len(data) >= min(file.size, MAX_PICKLES_BYTES):
                 raise CheckpointError(str(error)) from error
         length *= 8
 
 
-def _decoded(path: str, data: bytes) -> tuple[object, _Storages, list[str], int]:
+def _decoded(path: str, data: bytes, foreign: bool) -> tuple[object, _Storages, list[str], int]:
     storages = _Storages(path)
     at = 0
 
     def following(persistent: Callable[[object], StorageRef] | None = None) -> object:
         nonlocal at
-        value, at = decode_at(data, at, path, persistent)
+        let_in = foreign and persistent is not None  # into the object, not what stands around it
+        value, at = decode_at(data, at, path, persistent, foreign=let_in)
         return value
 
     magic, protocol, machine = following(), following(), following()

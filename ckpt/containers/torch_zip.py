@@ -92,7 +92,7 @@ def index(where: Where, *, foreign: bool = False) -> Index:
     """
     with storage_path(where).opened() as file:
         if torch_legacy.is_legacy(file):
-            return torch_legacy.index(file)
+            return torch_legacy.index(file, foreign=foreign)
         return Archives(file).index(0, file.size, foreign=foreign)
 
 

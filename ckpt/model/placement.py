@@ -24,6 +24,11 @@ MAX_ROUNDS = 1 << 16  # of one packing; a config may claim any number of heads
 FEW_PIECES = 1 << 17  # this many are always allowed
 PIECE_ELEMENTS = 64  # above that, a piece must have this many elements on average
 MAX_PIECES = 1 << 22
+_REPACK = (
+    "rows of query, key and value alternate (qkv=per_row, as Megatron-LM of checkpoint_version 1 "
+    "wrote them), and so each row is a piece: load it with Megatron-LM, which packs them anew, "
+    "and save it again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,8 @@ def _too_many(
     return [
         f"{rules[most].name}: its packing cuts it into {counts[most][0]} of the model's {pieces} "
         f"pieces, which hold {elements} elements; the limit is {MAX_PIECES}, and above "
-        f"{FEW_PIECES} they must hold {PIECE_ELEMENTS} elements each; is the config of this model?"
+        f"{FEW_PIECES} they must hold {PIECE_ELEMENTS} elements each; "
+        + (_REPACK if layout.get("qkv") == "per_row" else "is the config of this model?")
     ]
 
 

@@ -546,6 +546,22 @@ def test_a_vocab_size_beyond_the_rows_is_refused(hf, tmp_path):
         merge(hf, tmp_path / "x", read=ReadOptions(vocab_size=22), run=QUIET)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("tool", ["reshard", "inspect_ckpt", "verify_ckpt"])
+def test_an_output_that_cannot_be_printed_is_named_without_a_traceback(tool, hf, tmp_path):
+    more = ["--tp", "2", "--pp", "1", "--output", tmp_path / "out"] if tool == "reshard" else []
+    code = f"import sys; from shardwright.tools import {tool}; sys.exit({tool}.main())"
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-c", code, hf, *more], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert run.returncode == (2 if tool == "verify_ckpt" else 1)
+    assert run.stderr.startswith("error: standard output: No space left on device")
+    assert "Traceback" not in run.stderr
+    if tool == "reshard":
+        assert f"{tmp_path / 'out'} was published and is whole" in run.stderr
+
+
 def test_one_checkpoint_is_checked_against_its_own_digests(hf, tmp_path):
     run = replace(QUIET, checksum=True)
     reshard(hf, tmp_path / "shards", tp=2, pp=2, run=run)

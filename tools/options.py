@@ -6,6 +6,7 @@ Imports nothing slow, so ``--help`` is fast.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from shardwright.ckpt import ReadOptions, RunOptions
 
 DONE, REFUSED, USAGE = 0, 1, 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of what printing raises
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
@@ -274,6 +276,11 @@ def _published() -> str:
     return "".join(f"{path} was published and is whole" for path in outputs[-1:])
 
 
+def _silence() -> None:
+    """Closing an output that cannot be written would raise once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(
     command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, refused: int = REFUSED
 ) -> int:
@@ -295,15 +302,22 @@ def run(
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        return command(dashed(sys.argv[1:] if argv is None else argv))
+        code = command(dashed(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be printed is said here, not while Python ends
+        return code
     except KeyboardInterrupt:
         print(f"interrupted; {_published() or 'nothing was published'}", file=sys.stderr)
         return refused
     except BrokenPipeError:
-        # The reader of our output has gone; closing stdout again would raise once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()  # the reader of our output has gone
         return refused
     except OSError as error:
+        if error.filename is None and error.errno in _FULL:  # errors of files have their names
+            _silence()
+            done = f"; {_published()}" if _published() else ""
+            print(f"error: standard output: {error.strerror}{done}", file=sys.stderr)
+            return refused
         if error.filename is None:
             raise
         print(printable(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..errors import CheckpointError, raise_all
 from .box import Box, range_boxes, row_major
 from .family import Model, Part, Rule, Sizes, fill, mesh_flags, placeholders
-from .layout import default_layout, rounds
+from .layout import PACKINGS, default_layout, rounds
 from .manifest import PADDING
 from .mesh import Coord, Mesh, Shard, ShardByIndex
 
@@ -177,11 +177,12 @@ def _too_many(
     if pieces <= min(MAX_PIECES, max(FEW_PIECES, elements // PIECE_ELEMENTS)):
         return []
     most = max(range(len(rules)), key=lambda i: counts[i][0])
+    by_row = layout.get("qkv") == PACKINGS["qkv"]["per_row"]
     return [
         f"{rules[most].name}: its packing cuts it into {counts[most][0]} of the model's {pieces} "
         f"pieces, which hold {elements} elements; the limit is {MAX_PIECES}, and above "
         f"{FEW_PIECES} they must hold {PIECE_ELEMENTS} elements each; "
-        + (_REPACK if layout.get("qkv") == "per_row" else "is the config of this model?")
+        + (_REPACK if by_row else "is the config of this model?")
     ]
 
 

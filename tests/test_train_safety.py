@@ -21,6 +21,7 @@ from shardwright.ckpt.model.box import Box
 from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View
 from shardwright.ckpt.model.planner import plan
 from shardwright.ckpt.move.progress import parse_bytes
+from shardwright.ckpt.move.publish import OutputTransaction
 from shardwright.train.checkpoint import save
 from shardwright.train.config import questions
 from shardwright.train.config.schema import Batch, Parallelism, TrainConfig
@@ -185,6 +186,30 @@ def test_a_checkpoint_that_is_being_deleted_is_not_to_be_seen(tmp_path, monkeypa
     assert _steps(tmp_path) == [3]
     saver._prune(newest)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_what_a_killed_run_left_of_other_steps_goes_with_the_next_save(tmp_path):
+    """I4: no later run saves at that step, so nobody would take it up."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from shardwright.ckpt.move.publish import OutputTransaction\n"
+        "made = OutputTransaction(Path(sys.argv[1]), sys.argv[2], overwrite=True)\n"
+        "made.open(); (made.path / 'model_tp_0_pp_0.safetensors').write_text('half')\n"
+        "sys.argv[2] and made.begin()\n"
+        "os._exit(9)"
+    )
+    for name, mark in (("checkpoint-7", ""), ("checkpoint-8", "resumable")):
+        argv = [sys.executable, "-c", code, str(tmp_path / name), mark]
+        assert subprocess.run(argv, check=False).returncode == 9
+    mine = tmp_path / ".checkpoint-9.partial"  # no lock says whose it is
+    mine.mkdir()
+    with OutputTransaction(tmp_path / "checkpoint-6"):  # another run is at work
+        (newest,) = _checkpoints(tmp_path, 4)
+        _saver()._prune(newest)
+        assert (tmp_path / ".checkpoint-6.partial").is_dir()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".checkpoint-8.partial", ".checkpoint-8.partial.lock", mine.name, "checkpoint-4",
+    ]  # fmt: skip
 
 
 def test_a_run_that_went_back_keeps_the_last_of_its_own_and_later_ones_of_before(tmp_path):

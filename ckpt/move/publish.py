@@ -25,6 +25,7 @@ from .lock import OutputLock, Record
 from .storage import LOCAL, FileIdentity, Storage, told
 
 JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
+_LOCK_ENDS = ".partial.lock"  # the name of an output's lock
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -77,7 +78,7 @@ class OutputTransaction:
         self.mode = mode
         self.done: set[int] = set()  # units that are durable
         self.continued = False
-        self.lock = OutputLock(output.parent / f".{output.name}.partial.lock", output,
+        self.lock = OutputLock(output.parent / f".{output.name}{_LOCK_ENDS}", output,
                                break_it=break_lock)  # fmt: skip
         self._made: list[Path] = []  # folders around the output, innermost first
         self._journal = -1
@@ -337,6 +338,20 @@ class OutputTransaction:
         journal, self._journal = self._journal, -1
         if journal >= 0:
             os.close(journal)
+
+
+def tidy_up(folder: Path, outputs: str) -> None:
+    """Remove what killed runs left of outputs whose names match ``outputs``, a shell's pattern.
+
+    What a run at work holds, what `--resume` can continue, and what nothing marks as this tool's
+    stays.
+    """
+    for path in folder.glob(f".{outputs}{_LOCK_ENDS}"):
+        output = folder / path.name.removesuffix(_LOCK_ENDS)[1:]
+        with contextlib.suppress(CheckpointError), told(path):
+            if not _lines(staging_folder(output) / JOURNAL):
+                with OutputTransaction(output, overwrite=True):
+                    continue
 
 
 def folder_mode(mode: int) -> int:

@@ -30,7 +30,7 @@ from shardwright.ckpt.model.file_layout import FileLayout
 from shardwright.ckpt.model.manifest import Manifest, SideFile
 from shardwright.ckpt.move import tree
 from shardwright.ckpt.move.kept import write_side
-from shardwright.ckpt.move.publish import OutputTransaction, staging_folder
+from shardwright.ckpt.move.publish import OutputTransaction, staging_folder, tidy_up
 from shardwright.ckpt.move.storage import storage_path, told
 from shardwright.ckpt.reader import LATEST
 
@@ -256,6 +256,7 @@ class Saver:
             old += _before(newest, old)[: -self.keep_last]
         for path in old:
             os.rename(path, _unused(newest.parent / f".{path.name}{REMOVED}"))
+        tidy_up(newest.parent, "checkpoint-*")  # of killed runs that saved at other steps
         for gone in newest.parent.glob(f".checkpoint-*{REMOVED}"):  # also those of a killed run
             with contextlib.suppress(OSError):  # the next save tries again
                 tree.remove(gone)

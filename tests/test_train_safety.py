@@ -367,7 +367,7 @@ def test_a_yaml_for_cpu_says_so(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(nvidia_smi, "count_gpus", lambda: 0)
     assert train_config.main(["--yes", "--output", str(tmp_path / "a.yaml")]) == 0
-    assert "use_cpu: true, since no GPU was found" in capsys.readouterr().out
+    assert "use_cpu: true because no GPU was found" in capsys.readouterr().out
     said = ["--yes", "--use-cpu", "true", "--output", str(tmp_path / "b.yaml")]
     assert train_config.main(said) == 0
     assert "since no GPU" not in capsys.readouterr().out

@@ -195,11 +195,9 @@ def worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
 Job = tuple[int, str, Mapping[str, object]]  # ranks, function below, its arguments as JSON
 
 
-def in_ranks(folder: Path, jobs: Mapping[str, Job], timeout_s: float = 500.0) -> dict[str, Any]:
+def in_ranks(folder: Path, jobs: Mapping[str, Job]) -> dict[str, Any]:
     """For each job what its ranks returned, in the order of ranks."""
-    found = launch(
-        "accelerator_jobs:serve", 4, folder, str(folder), list(jobs.values()), timeout_s=timeout_s
-    )
+    found = launch("accelerator_jobs:serve", 4, folder, str(folder), list(jobs.values()))
     return {
         name: [found[process][i] for process in _processes(i, jobs[name][0])]  # type: ignore[index]
         for i, name in enumerate(jobs)

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MiB = 1 << 20
+LONG_S = 300.0  # what takes as long as this is stuck: no verdict on how busy a machine is
 
 
 # --- whole trees as values --------------------------------------------------------------------
@@ -172,7 +174,7 @@ class Forge:
     def __exit__(self, *_: object) -> None:
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(20)
+        self._process.wait(LONG_S)
 
     def _ask(self, **question: object) -> dict:
         self._process.stdin.write(json.dumps(question) + "\n")
@@ -211,8 +213,6 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 os.chdir(question["cwd"])
-                # a suite that runs in the background of a script inherits an ignored Ctrl-C
-                signal.signal(signal.SIGINT, signal.default_int_handler)
                 _fork(tools[question["tool"]].main, question["argv"], question["how"], writer)
             os.close(writer)
             reports[pid] = reader
@@ -264,8 +264,10 @@ def _instrument(
     from shardwright.ckpt.move import publish, storage
 
     counter = itertools.count()
-    if sync:
-        jobs.SYNC_SECONDS = -1.0
+    noticed = _notice_signals()
+    # a suite that runs in the background of a script inherits an ignored Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    jobs.SYNC_SECONDS = -1.0 if sync else math.inf  # moments do not depend on the machine's load
     if not exchange:
         publish.ctypes = type("NoCalls", (), {"CDLL": staticmethod(lambda *_, **__: None)})
 
@@ -280,9 +282,11 @@ def _instrument(
             while os.path.exists(gate):
                 time.sleep(0.005)
         else:
-            os.kill(os.getpid(), getattr(signal, action))
+            number = getattr(signal, action)
+            os.kill(os.getpid(), number)
             if threading.current_thread() is not threading.main_thread():
-                time.sleep(0.3)  # the main thread needs a turn to see it
+                # the main thread needs a turn to see it
+                assert not callable(signal.getsignal(number)) or noticed.wait(LONG_S)
 
     def around(module, name: str, half=lambda *_: None) -> None:
         call = getattr(module, name)
@@ -304,6 +308,21 @@ def _instrument(
         around(os, name)
     around(publish, "_exchange")
     return counter
+
+
+def _notice_signals() -> threading.Event:
+    """An event that every handler sets that is installed from now on, when it is called."""
+    noticed, install = threading.Event(), signal.signal
+
+    def noticing(number, handler):
+        def call(*args):
+            noticed.set()
+            return handler(*args)
+
+        return install(number, call if callable(handler) else handler)
+
+    signal.signal = noticing
+    return noticed
 
 
 # --- refusals ---------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def rank_main(rank: int, world: int, jobs: Sequence[Job], output: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     store = output / f"{jobs[0]['name']}.store"  # nothing may be in it from other ranks
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
-                            timeout=timedelta(minutes=3))  # fmt: skip
+                            timeout=timedelta(minutes=10))  # fmt: skip
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

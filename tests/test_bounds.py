@@ -113,7 +113,7 @@ def in_little_memory(code: str, *words: object, mib: int = 300) -> str:
         "print(int(line.split()[1]) // 1024)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, *map(str, words)],
-                          capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
+                          capture_output=True, text=True, check=True, timeout=600)  # fmt: skip
     text, _, used = done.stdout.rstrip().rpartition("\n")
     assert int(used) < mib, f"{used} MiB"
     return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -256,13 +257,19 @@ def test_a_rank_that_did_not_come_is_no_rank_that_was_killed_from_outside():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_machines_that_do_not_meet_end_with_one_line(rank):
-    meeting = [f"--node-rank={rank}", "--master-addr=127.0.0.1", f"--master-port={29651 + rank}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwright.train.run.agent", "--nproc-per-node=1", "--nnodes=2",
-         *meeting, "--rdzv-backend=static", "--rdzv-conf=timeout=2", "-m", "nothing"],
-        capture_output=True, text=True, check=False, timeout=120,
-        env=dict([*os.environ.items(), launch.QUIET_AGENT]),
-    )  # fmt: skip
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # a port at which nobody listens
+        meeting = [f"--node-rank={rank}", "--master-addr=127.0.0.1",
+                   f"--master-port={held.getsockname()[1]}"]  # fmt: skip
+        if rank == 0:  # it listens there itself
+            held.close()
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwright.train.run.agent", "--nproc-per-node=1",
+             "--nnodes=2", *meeting, "--rdzv-backend=static", "--rdzv-conf=timeout=2",
+             "-m", "nothing"],
+            capture_output=True, text=True, check=False, timeout=600,
+            env=dict([*os.environ.items(), launch.QUIET_AGENT]),
+        )  # fmt: skip
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert not _lacking(line, "error: the machines did not meet", "imed out after",

@@ -12,6 +12,7 @@ import time
 import independent
 import pytest
 from fixtures_safety import (
+    LONG_S,
     Forge,
     case,
     content,
@@ -60,7 +61,7 @@ def spread(count, moments):
 
 def reached(gate):
     """Wait until a run pauses."""
-    stop = time.monotonic() + 20
+    stop = time.monotonic() + LONG_S
     while not gate.exists():
         assert time.monotonic() < stop, "the run ended before its moment"
         time.sleep(0.002)

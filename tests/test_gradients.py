@@ -215,7 +215,7 @@ def in_ranks() -> dict[str, dict[str, Any]]:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("gradients")
-    return launch("test_gradients:in_ranks", 2, folder, timeout_s=400)  # type: ignore[return-value]
+    return launch("test_gradients:in_ranks", 2, folder)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")

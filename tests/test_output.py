@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fixtures_safety import Forge, content, names, refused, untouched, write_hf
+from fixtures_safety import LONG_S, Forge, content, names, refused, untouched, write_hf
 
 from shardwright.ckpt import RunOptions, merge, reshard
 from shardwright.ckpt.move import executor, lock, publish, storage
@@ -156,7 +156,7 @@ def test_a_run_touches_its_lock(home, monkeypatch):
     monkeypatch.setattr(lock, "RENEW_SECONDS", 0.01)
     with OutputTransaction(home / "out") as transaction:
         os.utime(transaction.lock.path, (1, 1))
-        stop = time.monotonic() + 20
+        stop = time.monotonic() + LONG_S
         while transaction.lock.path.stat().st_mtime < 2:
             assert time.monotonic() < stop
             time.sleep(0.01)
@@ -300,7 +300,7 @@ def test_threads_are_waited_for_however_often_ctrl_c_is_pressed(monkeypatch):
         presses = 3
 
         def join(self, timeout=None):
-            begun.wait(20)
+            assert begun.wait(LONG_S)
             if Impatient.presses:
                 Impatient.presses -= 1
                 raise KeyboardInterrupt
@@ -308,7 +308,7 @@ def test_threads_are_waited_for_however_often_ctrl_c_is_pressed(monkeypatch):
 
     def loop(todo, stop):
         begun.set()
-        assert stop.wait(20)
+        assert stop.wait(LONG_S)
         time.sleep(0.05)
         ended.append(1)
 

@@ -58,7 +58,7 @@ def _or_none(function: Any) -> Any:
 @pytest.fixture(scope="module")
 def found() -> Found:
     run = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, __file__], capture_output=True, text=True, timeout=600, check=True
     )
     return json.loads(run.stdout)
 

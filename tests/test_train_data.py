@@ -352,7 +352,7 @@ def test_ranks_wait_for_the_first_which_alone_builds(tmp_path, monkeypatch):
     file = written(tmp_path / "a.txt", "abc" * 1000)
     built, real = [], data_index._tokenise
     monkeypatch.setattr(data_index, "_tokenise", lambda *a: (built.append(1), real(*a)))
-    gate = threading.Barrier(4, timeout=30)
+    gate = threading.Barrier(4, timeout=300)
 
     def rank(number):
         return opened(tmp_path, file, rank=number, barrier=gate.wait)
@@ -365,7 +365,7 @@ def test_ranks_wait_for_the_first_which_alone_builds(tmp_path, monkeypatch):
 
 def test_bad_data_is_an_error_on_every_rank_and_nobody_waits(tmp_path):
     bad = written(tmp_path / "a.jsonl", '{"no": 1}\n')
-    gate = threading.Barrier(4, timeout=30)
+    gate = threading.Barrier(4, timeout=300)
 
     def rank(number):
         with pytest.raises(TrainError, match="line 1 has no key 'text'"):
@@ -403,7 +403,7 @@ def test_independent_runs_at_once_build_one_cache_and_make_no_noise(tmp_path, mo
     other.stdin.write("go\n")
     other.stdin.flush()
     own = opened(tmp_path, file)
-    output, errors = other.communicate(timeout=300)
+    output, errors = other.communicate(timeout=600)
     # a CUDA build of torch that finds a toolkit and no driver says so
     assert [x for x in errors.splitlines() if "No CUDA runtime" not in x] == []
     assert output.split()[-1] == own.identity

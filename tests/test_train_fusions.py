@@ -24,7 +24,7 @@ TIED = {**CONFIGS["llama"], "tie_word_embeddings": True}
 def found(tmp_path_factory) -> dict[str, Any]:
     """What two ranks found."""
     place = tmp_path_factory.mktemp("ranks")
-    return launch("test_train_fusions:ranks", 2, place, timeout_s=400.0)[0]  # type: ignore[return-value]
+    return launch("test_train_fusions:ranks", 2, place)[0]  # type: ignore[return-value]
 
 
 def ranks() -> dict[str, Any]:

@@ -393,7 +393,7 @@ def outcome(references, tmp_path_factory) -> dict[str, list[dict]]:
                 make_vocab_size_divisible_by=case.multiple,
                 run=RunOptions(workers=1),
             )
-    found = launch("test_train_model:run_cases", 4, folder, str(folder), timeout_s=500)
+    found = launch("test_train_model:run_cases", 4, folder, str(folder))
     return {name: [{**rank[name], "folder": folder} for rank in found] for name in found[0]}
 
 
@@ -560,7 +560,7 @@ def test_a_process_alone_needs_no_launcher(tmp_path):
 def test_the_cpu_cannot_be_set_up_after_megatron(tmp_path):
     script = "import megatron.core; from shardwright.train.patches import cpu; cpu.install()"
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert "TrainError: megatron.core was imported before" in run.stderr
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import errno
 import gc
 import io
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from train_helpers import launch
+from train_helpers import LONG_S, launch
 
 SIZES = {
     "vocab_size": 259,  # bytes, an end of document, and two more: padded in every layout
@@ -165,9 +166,9 @@ def random_states(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
 Job = tuple[int, str, Mapping[str, object]]  # ranks, function below, its arguments as JSON
 
 
-def in_ranks(folder: Path, jobs: Sequence[Job], timeout_s: float = 570.0) -> list[list[Any]]:
+def in_ranks(folder: Path, jobs: Sequence[Job]) -> list[list[Any]]:
     """For each job what its ranks returned, in the order of ranks."""
-    found = launch("train_runs:serve", 4, folder, str(folder), jobs, timeout_s=timeout_s)
+    found = launch("train_runs:serve", 4, folder, str(folder), jobs)
     return [
         [rank[i] for rank in found[:world]]  # type: ignore[index]
         for i, (world, _, _) in enumerate(jobs)
@@ -380,12 +381,18 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
 
     trainer = loop.Trainer(_config(argv))
     folder = Path(save_dir)
-    gate = threading.Event()
-    write = save.write_files
+    gate, held_up = threading.Event(), []
+    write, wait = save.write_files, save.Saver.wait
 
     def wait_and_write(files):
-        gate.wait(60.0)
+        assert gate.wait(LONG_S)
         return write(files)
+
+    def let_go_and_wait(saver):
+        if saver.is_writing:
+            held_up.append(saver)
+            gate.set()
+        wait(saver)
 
     def seen() -> dict[str, Any]:
         latest = folder / "latest"
@@ -395,25 +402,22 @@ def save_slowly(argv: Sequence[str], save_dir: str) -> dict[str, Any]:
         }
 
     found: dict[str, Any] = {}
-    save.write_files = wait_and_write
+    save.write_files, save.Saver.wait = wait_and_write, let_go_and_wait
     try:
         trainer._one_step(1.0)
         trainer._save()
-        found["stalled_s"] = trainer.saver.stalled_s
         found["first call back"] = seen()
         trainer._one_step(1.0)
         found["published early"] = trainer.saver.poll()
         found["while writing"] = seen()
         dist.barrier()
-        threading.Timer(0.5, gate.set).start()
-        started = time.monotonic()
         trainer._save()
-        found["waited_s"] = time.monotonic() - started
+        found["held up"] = len(held_up) == 1
         found["second call back"] = seen()
         trainer.saver.wait()
         found["end"] = seen()
     finally:
-        save.write_files = write
+        save.write_files, save.Saver.wait = write, wait
     trainer.metrics.close()
     _leave()
     return found
@@ -428,7 +432,6 @@ class Ended:
 
     code: int
     said: str  # stdout and stderr together
-    ended: float  # seconds since the epoch
 
     @property
     def errors(self) -> list[str]:
@@ -457,21 +460,29 @@ class Launch:
                 start_new_session=True,
             )
 
-    def wait_for_steps(self, count: int, timeout_s: float = 240.0) -> None:
+    def wait_for_steps(self, count: int) -> None:
         """Return as soon as the metrics have that many steps."""
-        file, deadline = self.folder / "metrics.jsonl", time.monotonic() + timeout_s
+        file, deadline = self.folder / "metrics.jsonl", time.monotonic() + LONG_S
         while not file.exists() or file.read_text().count('"loss"') < count:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
 
-    def end(self, timeout_s: float = 240.0) -> Ended:
+    def wait_for_words(self, words: str) -> None:
+        """Return as soon as it has said them."""
+        deadline = time.monotonic() + LONG_S
+        while words not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def end(self) -> Ended:
         """Wait for the end; whatever still runs then is killed."""
         try:
-            code = self.process.wait(timeout_s)
-            return Ended(code, self.log.read_text(), time.time())
+            code = self.process.wait(LONG_S)
+            return Ended(code, self.log.read_text())
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end after {timeout_s} s: {self.log.read_text()}") from None
+            raise AssertionError(f"no end after {LONG_S} s: {self.log.read_text()}") from None
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)  # the session that was started above
@@ -520,32 +531,22 @@ def _killed_while_saving() -> None:
     def never_ends(files):
         found = write(files)
         if "checkpoint-4" in str(files.stage):
-            time.sleep(600.0)
+            time.sleep(2 * LONG_S)
         return found
 
-    def die(trainer):
-        (trainer.save_dir / "died").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
     _patch(save, "write_files", never_ends)
-    _before_step(5, 3, die)
+    _before_step(5, 3, lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def _exits() -> None:
     """Rank 1 ends without a word after step 4, as a library's exit() would end it."""
-
-    def die(trainer):
-        (trainer.save_dir / "died").touch()
-        os._exit(7)
-
-    _before_step(4, 1, die)
+    _before_step(4, 1, lambda trainer: os._exit(7))
 
 
 def _raises() -> None:
     """Rank 1 meets a bug after step 4."""
 
     def die(trainer):
-        (trainer.save_dir / "died").touch()
         raise RuntimeError("the bug of rank 1")
 
     _before_step(4, 1, die)
@@ -560,26 +561,61 @@ def _no_memory_at_first() -> None:
     """The same in a pass of rank 0, the first stage; its process lives on, so others wait."""
     from shardwright.train.core import engine
 
-    _wait_briefly()
+    _wait_briefly(2, 5.0)
     _in_call(0, engine, "forward_step", lambda: torch.empty(1 << 50), when=2)
 
 
-def _wait_briefly(seconds: float = 5.0) -> None:
-    """Collectives give up after a time that --timeout-minutes cannot say."""
+def _wait_briefly(when: int, seconds: float) -> None:
+    """From the step after ``when`` on collectives give up after ``seconds``.
+
+    Not from the start: on a busy machine ranks that are well wait for each other as long.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    timeout, wait = datetime.timedelta(seconds=seconds), dist.Work.wait
+
+    def shorten(trainer):
+        for group in c10d._world.pg_map:
+            c10d._set_pg_timeout(timeout, group)
+        # what one rank sends to another keeps the time with which the two were connected
+        _patch(dist.Work, "wait", lambda work, given=timeout: wait(work, given))
+
+    _before_step(when, int(os.environ["RANK"]), shorten)
+
+
+def _stays_away() -> None:
+    """Rank 1 enters no collective after step 3."""
+    _wait_briefly(3, 20.0)
+    _before_step(3, 1, lambda trainer: time.sleep(2 * LONG_S))
+
+
+def _comes_late() -> None:
+    """Rank 1 enters no collective after step 3 until rank 0 has given up."""
     from shardwright.train.run import trainer as loop
 
-    initialize = loop.initialize
-    _patch(
-        loop,
-        "initialize",
-        lambda *args, **named: initialize(*args, **named | {"timeout_s": seconds}),
-    )
+    def wait(trainer):
+        deadline = time.monotonic() + LONG_S
+        while not (trainer.save_dir / "gave up").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    _wait_briefly(3, 5.0)
+    _before_step(3, 1, wait)
+    step = loop.Trainer._one_step
+
+    def patched(trainer, *args):
+        try:
+            step(trainer, *args)
+        except RuntimeError:
+            (trainer.save_dir / "gave up").touch()
+            raise
+
+    _patch(loop.Trainer, "_one_step", patched)
 
 
-def _stays_away(seconds: float) -> None:
-    """Rank 1 enters no collective for longer than the others wait, after step 3."""
-    _wait_briefly()
-    _before_step(3, 1, lambda trainer: time.sleep(seconds))
+def _holds_still() -> None:
+    """No rank takes another step after the first."""
+    _before_step(1, int(os.environ["RANK"]), lambda trainer: time.sleep(2 * LONG_S))
 
 
 def _in_call(rank: int, owner: Any, name: str, act: Callable[[], object], when: int) -> None:
@@ -688,7 +724,7 @@ def _slow_disk() -> None:
     clock, write, wait, gate = _clock(), save.write_files, save.Saver.wait, threading.Event()
 
     def slow(files):
-        gate.wait(60.0)
+        assert gate.wait(LONG_S)
         clock.advance(2.0)
         return write(files)
 
@@ -722,8 +758,9 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "raises": _raises,
     "no memory": _no_memory,
     "no memory at first": _no_memory_at_first,
-    "stays away": lambda: _stays_away(600.0),
-    "comes late": lambda: _stays_away(8.0),
+    "stays away": _stays_away,
+    "comes late": _comes_late,
+    "holds still": _holds_still,
     "slow data": _slow_data,
     "slow forward": _slow_forward,
     "slow network": _slow_network,

@@ -530,7 +530,7 @@ def _killed_while_saving() -> None:
 
     def never_ends(files):
         found = write(files)
-        if "checkpoint-4" in str(files.stage):
+        if "checkpoint-4" in str(files.folder):
             time.sleep(2 * LONG_S)
         return found
 
@@ -745,8 +745,8 @@ def _full_disk() -> None:
     write = save.write_files
 
     def full(files):
-        if os.environ["RANK"] == "1" and "checkpoint-4" in str(files.stage):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(files.stage))
+        if os.environ["RANK"] == "1" and "checkpoint-4" in str(files.folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(files.folder))
         return write(files)
 
     _patch(save, "write_files", full)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -46,6 +48,7 @@ from shardwright.ckpt import (
     verify,
 )
 from shardwright.ckpt.checkpoint.state import first_apart
+from shardwright.ckpt.move import progress
 from shardwright.tools import inspect_ckpt, merge_ckpt, verify_ckpt
 from shardwright.tools import reshard as reshard_tool
 
@@ -560,6 +563,30 @@ def test_an_output_that_cannot_be_printed_is_named_without_a_traceback(tool, hf,
     assert "Traceback" not in run.stderr
     if tool == "reshard":
         assert f"{tmp_path / 'out'} was published and is whole" in run.stderr
+
+
+def test_a_run_goes_on_where_its_progress_cannot_be_printed(hf, tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(progress, "LINE_SECONDS", -1.0)
+    monkeypatch.setattr(sys, "stderr", Full())
+    reshard(hf, tmp_path / "full", tp=2, pp=1, run=RunOptions(quiet=False))
+    monkeypatch.setattr(sys, "stderr", None)  # as in a process whose streams are closed
+    reshard(hf, tmp_path / "closed", tp=2, pp=1, run=RunOptions(quiet=False))
+    monkeypatch.undo()
+    assert verify(tmp_path / "full", tmp_path / "closed").same
+
+
+def test_a_current_folder_that_is_gone_is_said(hf, cli, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for argv in (["inspect-ckpt"], ["reshard", hf, "--tp", "2", "--output", "x"]):
+        answer = cli(*argv)
+        assert answer.code == 1
+        assert answer.err.startswith("error: the current folder")
 
 
 def test_one_checkpoint_is_checked_against_its_own_digests(hf, tmp_path):

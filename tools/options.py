@@ -319,7 +319,9 @@ def run(
             print(f"error: standard output: {error.strerror}{done}", file=sys.stderr)
             return refused
         if error.filename is None:
-            raise
+            if not isinstance(error, FileNotFoundError):
+                raise
+            error.filename = "the current folder"  # of which os.getcwd gives no name
         print(printable(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
         return refused
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ class Progress:
     """Counts bytes from any thread."""
 
     def __init__(self, total: int, what: str, *, quiet: bool) -> None:
-        self.total, self.what, self.quiet = total, what, quiet
+        self.total, self.what = total, what
+        self.quiet = quiet or sys.stderr is None  # which is closed in some daemons
         self.done = 0
         self._lock = threading.Lock()
         self._start = self._said = time.monotonic()
@@ -54,7 +56,8 @@ class Progress:
                 self._bar.update(nbytes)
             elif not self.quiet and time.monotonic() - self._said > LINE_SECONDS:
                 self._said = time.monotonic()
-                print(printable(self._line()), file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # a full log is no reason to stop
+                    print(printable(self._line()), file=sys.stderr, flush=True)
 
     def _line(self) -> str:
         rate = self.done / max(time.monotonic() - self._start, 1e-9)

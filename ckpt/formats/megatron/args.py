@@ -39,6 +39,11 @@ def model_from_args(
 
     ``padded_vocab`` are the rows that the files hold: true ones for all that args say.
     """
+    if not args and options.config is None:
+        raise CheckpointError(
+            f"{origin}: holds no args, so the model is unknown; name the folder of a Hugging Face "
+            "config with --config"
+        )
     notes = _say_unknown(args)
     path = find_config(folder, options)
     if path is None and (folder / HUGGINGFACE / "config.json").is_file():
@@ -57,6 +62,16 @@ def model_from_args(
             "--config HF_DIR cuts them)"
         )
     return model, config, notes
+
+
+def check_precision(args: Mapping[str, object], origin: str, options: ReadOptions) -> None:
+    """fp8 with delayed scaling: the scales are a part of the training state."""
+    delayed = args.get("fp8") and args.get("fp8_recipe", "delayed") == "delayed"
+    if delayed and not options.weights_only:
+        raise CheckpointError(
+            f"{origin}: trained in fp8 with delayed scaling, whose history of scales cannot be "
+            "carried; pass --weights-only to leave it and the optimizer out"
+        )
 
 
 def _say_unknown(args: Mapping[str, object]) -> list[str]:

@@ -20,7 +20,7 @@ from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, 
 from ....errors import CheckpointError, raise_all
 from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import Model, build_mesh
+from ....model.family import build_mesh
 from ....model.file_layout import Entry
 from ....model.layout import check_layout
 from ....model.manifest import Manifest, SideFile
@@ -71,24 +71,17 @@ class _Reader:
         self.args = self.first.args
         self.tp = 1 + max(dict(c)["tp"] for c in ranks)
         self.pp = 1 + max(dict(c)["pp"] for c in ranks)
-        self._check_precision()
+        megatron_args.check_precision(self.args, self.first.file, options)
         self.owned, self.numbers = self._stages()
         self.padded = self._padded_vocab()
-        self.model, self.config, notes = self._model()
+        self.model, self.config, notes = megatron_args.model_from_args(
+            self.args, self.first.file, options, self.padded, path
+        )
         self.here = self._place()
         self.builder = ChunkBuilder(self.here)
         self.result = Checkpoint(path, NAME, Manifest({}, {}), self.model, self.here.mesh)
         self.result.notes += notes
         self.optimizer = OptimizerReader(self.builder, self.result)
-
-    def _check_precision(self) -> None:
-        """fp8 with delayed scaling: the scales are a part of the training state."""
-        delayed = self.args.get("fp8") and self.args.get("fp8_recipe", "delayed") == "delayed"
-        if delayed and not self.options.weights_only:
-            raise CheckpointError(
-                f"{self.first.file}: trained in fp8 with delayed scaling, whose history of scales "
-                "cannot be carried; pass --weights-only to leave it and the optimizer out"
-            )
 
     def _stages(self) -> tuple[tuple[tuple[int, ...], ...], dict[tuple[int, int], int]]:
         """The layers of each stage, and the number of the first layer of each virtual stage."""
@@ -116,16 +109,6 @@ class _Reader:
         if type(said) is int and said != at:
             raise CheckpointError(f"{self.folder}: args say {said} layers, the files hold {at}")
         return tuple(tuple(o) for o in owned), starts
-
-    def _model(self) -> tuple[Model, dict[str, object] | None, list[str]]:
-        if not self.args and self.options.config is None:
-            raise CheckpointError(
-                f"{self.first.file}: holds no args, so the model is unknown; name the folder "
-                "of a Hugging Face config with --config"
-            )
-        return megatron_args.model_from_args(
-            self.args, self.first.file, self.options, self.padded, self.path
-        )
 
     def _padded_vocab(self) -> int:
         entry = megatron_files.embedding(self.first)

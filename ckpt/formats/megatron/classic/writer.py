@@ -1,6 +1,6 @@
 """Designs Megatron-LM's classic checkpoints: rank folders that Megatron-LM's own loader takes.
 
-The layout of files is megatron.py's. Weights have the local spec's names (TransformerEngine's
+The layout of files is reader.py's. Weights have the local spec's names (TransformerEngine's
 where the source was trained with it), numbered within each virtual stage. The optimizer is the
 plain one, or flat buffers where the target's is sharded over data-parallel ranks.
 """

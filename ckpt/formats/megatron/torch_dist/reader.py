@@ -17,21 +17,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ....checkpoint import claims
-from ....checkpoint.json_io import load_json
 from ....checkpoint.state import TrainingState
 from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions
-from ....containers import dcp, pickles, torch_zip
-from ....containers.dcp import COMMON, DESCRIBES, METADATA, Blob, Grid, Stored, read_headers
+from ....containers import dcp
+from ....containers.dcp import COMMON, DESCRIBES, METADATA, Grid, Stored, read_headers
 from ....errors import CheckpointError, raise_all
-from ....model.box import Box, range_boxes, row_major
+from ....model.box import Box
 from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import Model, build_mesh
+from ....model.family import build_mesh
 from ....model.file_layout import Index
 from ....model.layout import check_layout, default_layout
 from ....model.manifest import Chunk, Manifest, SideFile
@@ -43,8 +42,11 @@ from .. import names as megatron_names
 from ..classic import files as megatron_files
 from ..classic import reader as megatron
 from ..classic.files import TRACKER, iteration_folder
+from ..masters import differing_chunks
 from ..optimizer_reader import OptimizerReader
 from . import flat as megatron_dist_flat
+from .boxes import boxes, half_of_gated
+from .files import COMMON_OBJECT, check_kind, common
 
 NAME = "torch_dist"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
@@ -54,7 +56,6 @@ _STATE = re.compile(
 )
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STATES = {"fp32_param": "master", "param": "master"}
-_COMMON_OBJECT = re.compile(r"common_state(/shard_0_\d+)?")
 _OBJECTS = {  # objects that stay behind: part of the key -> reason
     "_extra_state": "_extra_state holds no weights",
     "rng_state": "random states belong to the ranks of the saving run",
@@ -80,50 +81,8 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     folder = iteration_folder(folder, options.iteration)
     if not megatron_files.is_dist(folder) and megatron_files.has_ranks(folder):
         return megatron.read(path, options)  # saved before the run changed its format
-    _check_kind(folder)
+    check_kind(folder)
     return _Reader(path, folder, options).checkpoint()
-
-
-def _check_kind(folder: StoragePath) -> None:
-    """Only finished saves of the one backend."""
-    file = folder / DESCRIBES
-    if not file.is_file():
-        if (folder / METADATA).exists() and not (folder / COMMON).exists():
-            raise CheckpointError(
-                f"{folder}: holds {METADATA} and no {COMMON}: a checkpoint of PyTorch's own "
-                "(fsdp_dtensor or torch_dcp), which is not read; save it with --ckpt-format "
-                "torch_dist"
-            )
-        raise CheckpointError(
-            f"{folder}: an unfinished save ({DESCRIBES}, which is written last, is missing)"
-            + (megatron_files.others(folder) or "; name another iteration with --iteration N")
-        )
-    backend = load_json(file).get("sharded_backend")
-    if backend != "torch_dist":
-        raise CheckpointError(
-            f"{file}: sharded_backend is {backend!r}, which is not read; load it with the "
-            "Megatron-LM that wrote it and save it with --ckpt-format torch_dist"
-        )
-
-
-def _common(folder: StoragePath, listing: dcp.Listing) -> Index:
-    """What belongs to no rank: common.pt, or since megatron-core 0.20 an object in a blob."""
-    if (folder / COMMON).is_file():
-        return torch_zip.index(folder / COMMON, foreign=True)
-    name = next((name for name in listing.objects if _COMMON_OBJECT.fullmatch(name)), None)
-    if name is None:
-        raise CheckpointError(
-            f"{folder / COMMON}: is missing, and {METADATA} names no object common_state in its "
-            "place: args and iteration of the run are lost; copy the whole iteration again"
-        )
-    if name in listing.lost:
-        raise CheckpointError(f"{listing.lost[name]}; copy the whole iteration again")
-    found = dcp.objects(listing.objects[name])
-    root = found.extra.get("0")  # of a list of one
-    if not isinstance(root, dict):
-        raise CheckpointError(f"{found.path}: {name} holds {pickles.short(root)}, no table")
-    entries = {key.removeprefix("0."): entry for key, entry in found.entries.items()}
-    return replace(found, entries=entries, extra=root)
 
 
 class _Reader:
@@ -132,15 +91,17 @@ class _Reader:
     def __init__(self, path: StoragePath, folder: StoragePath, options: ReadOptions) -> None:
         self.path, self.folder, self.options = path, folder, options
         self.listing = dcp.listing(folder)
-        self.common = _common(folder, self.listing)
+        self.common = common(folder, self.listing)
         self.args: dict[str, object] = {}
         self.lost: list[str] = []
         if self.common.extra.get("args") is not None:
             found = args_codec.namespace(self.common.extra["args"], self.common.path)
             self.args, self.lost = found
+        megatron_args.check_precision(self.args, self.common.path, options)
         self.padded = self._padded_vocab()
-        self.model, self.config, notes = self._model()
-        self._check_precision()
+        self.model, self.config, notes = megatron_args.model_from_args(
+            self.args, self.common.path, options, self.padded, path
+        )
         true = self.model.sizes["vocab"]
         if self.padded < true:
             raise CheckpointError(
@@ -165,24 +126,6 @@ class _Reader:
                 f"{self.folder / METADATA}: names no embedding.word_embeddings.weight"
             )
         return table.shape[0]
-
-    def _model(self) -> tuple[Model, dict[str, object] | None, list[str]]:
-        if not self.args and self.options.config is None:
-            raise CheckpointError(
-                f"{self.common.path}: holds no args, so the model is unknown; name the folder of a "
-                "Hugging Face config with --config"
-            )
-        return megatron_args.model_from_args(
-            self.args, self.common.path, self.options, self.padded, self.path
-        )
-
-    def _check_precision(self) -> None:
-        delayed = self.args.get("fp8") and self.args.get("fp8_recipe", "delayed") == "delayed"
-        if delayed and not self.options.weights_only:
-            raise CheckpointError(
-                f"{self.common.path}: trained in fp8 with delayed scaling, whose history of scales "
-                "cannot be carried; pass --weights-only to leave it and the optimizer out"
-            )
 
     def checkpoint(self) -> Checkpoint:
         """Everything in the iteration, checked."""
@@ -298,7 +241,7 @@ class _Reader:
         else:
             original = None
         layers, rest = self._parts(name)
-        shift, name_of = _half_of_gated(rest)
+        shift, name_of = half_of_gated(rest)
         first = self.rows.get(_row(name_of, layers or 0))
         if first is None:
             self.builder.faults.append(
@@ -317,7 +260,7 @@ class _Reader:
             )
             return
         moved = (first.shape[0] // 2) * (shift or 0)
-        for box, grid in _boxes(stored, original):
+        for box, grid in boxes(stored, original):
             lead = box.offsets[0] if stacked else (layers or 0)
             inner = Box(box.offsets[1:], box.sizes[1:]) if stacked else box
             inner = Box((inner.offsets[0] + moved, *inner.offsets[1:]), inner.sizes)
@@ -358,7 +301,7 @@ class _Reader:
 
     def _left_out(self) -> None:
         for name in self.listing.objects:
-            if _COMMON_OBJECT.fullmatch(name):
+            if COMMON_OBJECT.fullmatch(name):
                 continue
             reason = next((why for part, why in _OBJECTS.items() if part in name), None)
             if reason is not None:
@@ -422,8 +365,6 @@ def _shifted_masters(
     folder: StoragePath, names: Sequence[str], chunks: Mapping[str, Sequence[Chunk]]
 ) -> str:
     """megatron-core 0.16.1 may write fully reshardable state shifted: masters then differ."""
-    from ..optimizer_reader import differing_chunks
-
     wrong = differing_chunks(
         (name, chunks["master/" + name], chunks[name])
         for name in names
@@ -439,41 +380,3 @@ def _shifted_masters(
 
 def _row(name: str, layer: int) -> str:
     return megatron_names.ours(name.replace("{layer}", str(layer)))
-
-
-def _half_of_gated(name: str) -> tuple[int | None, str]:
-    """``linear_fc1.weight_w`` and ``_v`` are the halves of a gated layer's rows."""
-    match = re.fullmatch(r"(.*linear_fc1\.(?:weight|bias))_([wv])", name)
-    return ("wv".index(match[2]), match[1]) if match else (None, name)
-
-
-def _boxes(stored: Stored, original: tuple[int, ...] | None) -> Iterator[tuple[Box, Grid]]:
-    """Boxes of the whole tensor, and where their elements lie."""
-    for blob in stored.blobs:
-        if original is None:
-            yield blob.box, Grid(blob)
-        else:
-            yield from _unflattened(stored, blob, original)
-
-
-def _unflattened(
-    stored: Stored, blob: Blob, original: tuple[int, ...]
-) -> Iterator[tuple[Box, Grid]]:
-    """A tensor of core 0.15 and older: cells of the original, each flattened into a last dim.
-
-    A cell (i, j, k) of local shape (x, y, z) lies at (i x, j y, k z).
-    """
-    cells = stored.shape[:-1]
-    local = tuple(n // c if c and n % c == 0 else -1 for n, c in zip(original, cells, strict=True))
-    if -1 in local or math.prod(local) != stored.shape[-1] or math.prod(blob.box.sizes[:-1]) != 1:
-        raise CheckpointError(
-            f"{blob.file}: {stored.name}: flattened as {list(stored.shape)}, which is no cut of "
-            f"{list(original)}"
-        )
-    start, count = blob.box.offsets[-1], blob.box.sizes[-1]
-    corner = tuple(o * n for o, n in zip(blob.box.offsets[:-1], local, strict=True))
-    steps = row_major(local)
-    for box in range_boxes(local, start, start + count):
-        first = sum(o * s for o, s in zip(box.offsets, steps, strict=True)) - start
-        at = tuple(c + o for c, o in zip(corner, box.offsets, strict=True))
-        yield Box(at, box.sizes), Grid(blob, first, steps)

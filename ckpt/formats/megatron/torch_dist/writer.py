@@ -1,6 +1,6 @@
 """Designs torch_dist checkpoints, one chunk per layer, so that a reader takes single layers.
 
-All tensors are those of one rank (megatron_dist.py says why), in one .distcp file: blob after blob,
+All tensors are those of one rank (reader.py says why), in one .distcp file: blob after blob,
 each a file of ``torch.save``. ``.metadata`` is the pickle that torch.distributed.checkpoint reads,
 written without torch.
 """

@@ -95,7 +95,7 @@ class Job:
             self.output.unlink(missing_ok=True)
 
     @property
-    def stage(self):
+    def staging(self):
         return self.output.parent / f".{self.output.name}.partial"
 
 
@@ -159,7 +159,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(forge, home):
 def test_what_was_durable_before_the_kill_is_not_done_again(forge, home):
     job = Job(forge, home, TO_SHARDS, sync=True)
     job.run("--workers", 1, at=job.moments * 3 // 4)
-    done = len((job.stage / JOURNAL).read_text().splitlines()) - 1
+    done = len((job.staging / JOURNAL).read_text().splitlines()) - 1
     again = job.run("--workers", 1, "--resume")
     assert f"continued: {done} tensors were already there" in again["text"]
     assert again["moments"] < job.moments * 3 // 4
@@ -181,7 +181,7 @@ def test_a_run_without_resume_starts_over_what_a_killed_one_left(forge, home):
 def test_a_run_leaves_the_stages_of_other_outputs_alone(forge, home):
     job = Job(forge, home, TO_SHARDS, sync=True)
     job.run(at=job.moments // 2)
-    with untouched(job.stage):
+    with untouched(job.staging):
         reshard("hf", "other", tp=1)
         reshard("hf", "out2", tp=1)
 
@@ -312,7 +312,7 @@ def test_nothing_is_journalled_or_published_before_it_is_durable(argv, output, h
 def stop_half_way(job, *more):
     ended = job.run(*more, at=job.moments // 2)
     assert ended["code"] == -9
-    assert (job.stage / JOURNAL).read_text().count("\n") > 3
+    assert (job.staging / JOURNAL).read_text().count("\n") > 3
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def stop_half_way(job, *more):
 def test_resume_with_other_options_is_refused_and_the_stage_is_kept(other, forge, home):
     job = Job(forge, home, ("reshard", "native", "--tp", 2, "--pp", 2), sync=True)
     stop_half_way(job)
-    with untouched(job.stage, job.source):
+    with untouched(job.staging, job.source):
         ended = job.run(*other, "--resume")
     assert ended["code"] == 1
     assert ended["text"].startswith("error: ")
@@ -400,14 +400,14 @@ def test_replicas_that_differ_are_not_forgotten_by_a_second_resume(forge, home):
         assert not (home / "out").exists()
 
 
-# --- a stage that somebody touched ------------------------------------------------------------
+# --- a staging folder that somebody touched ---------------------------------------------------
 
 
 def test_a_journal_line_cut_by_a_kill_does_not_join_the_next(forge, home):
     job = Job(forge, home, TO_SHARDS, sync=True)
     for at in spread(60, job.moments):
         job.run("--workers", 1, at=at)
-        journal = job.stage / JOURNAL
+        journal = job.staging / JOURNAL
         if not journal.exists() or not journal.read_text():
             continue
         lines = journal.read_text().splitlines()
@@ -429,15 +429,15 @@ def test_a_journal_line_cut_by_a_kill_does_not_join_the_next(forge, home):
 def test_a_damaged_stage_is_not_continued(damage, forge, home):
     job = Job(forge, home, TO_SHARDS, sync=True)
     stop_half_way(job)
-    journal = job.stage / JOURNAL
+    journal = job.staging / JOURNAL
     if damage == "garbage":
         journal.write_bytes(journal.read_bytes() + b"x\n\xff\n")
     elif damage == "zeros":
         journal.write_bytes(journal.read_bytes() + b"\0" * 8 + b"\n")
     elif damage == "a file gone":
-        (job.stage / "model_tp_1_pp_1.safetensors").unlink()
+        (job.staging / "model_tp_1_pp_1.safetensors").unlink()
     else:
-        os.truncate(job.stage / "model_tp_0_pp_0.safetensors", 100)
+        os.truncate(job.staging / "model_tp_0_pp_0.safetensors", 100)
     ended = job.run("--resume")
     if ended["code"] == 0:
         assert content(job.output) == job.wanted
@@ -474,9 +474,9 @@ def test_an_unfinished_output_is_no_source(argv, forge, home):
     """kind I: no success marker, no load."""
     job = Job(forge, home, argv, sync=True)
     stop_half_way(job)
-    shutil.copy("hf/config.json", job.stage)
-    with untouched(job.stage):
-        for path in (job.stage, *job.stage.glob("model.safetensors")):
+    shutil.copy("hf/config.json", job.staging)
+    with untouched(job.staging):
+        for path in (job.staging, *job.staging.glob("model.safetensors")):
             ended = forge.run("merge", path, "--output", "other")
             assert ended["code"] == 1
             assert "unfinished" in ended["text"]
@@ -509,7 +509,7 @@ def test_an_interrupted_run_with_resume_keeps_its_work_and_continues(signal, for
     for at in spread(6, job.moments // 2)[3:]:
         ended = job.run("--resume", at=at, action=signal)
         assert ended["code"] == 1
-        assert names(home) == sorted([*job.around, job.stage.name])
+        assert names(home) == sorted([*job.around, job.staging.name])
         again = job.run("--resume")
         assert "continued: " in again["text"]
         assert content(job.output) == job.wanted
@@ -560,7 +560,7 @@ def test_of_two_runs_into_one_output_the_second_is_refused(more, output, forge, 
         first = forge.start("merge", "native", "--output", output, at=at, action="pause",
                             gate=str(gate), sync=True)  # fmt: skip
         reached(gate)
-        if job.stage.exists():
+        if job.staging.exists():
             second = job.run(*more)
             assert second["code"] == 1
             assert "another run is writing it" in second["text"]

@@ -1,4 +1,4 @@
-"""Every output goes one way: a request, a design that is checked, a stage, one rename."""
+"""Every output goes one way: a request, a checked design, one staging folder, one rename."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_side_files_below_many_folders_inside_each_other_travel(home):
 
 @pytest.fixture
 def stopped(home):
-    """The stage of a killed run whose journal names most tensors."""
+    """The staging folder of a killed run whose journal names most tensors."""
     with Forge() as forge:
         argv = ("merge", "native", "--output", "out", "--workers", 1)
         whole = forge.run(*argv, sync=True)["moments"]

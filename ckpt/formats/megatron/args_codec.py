@@ -197,7 +197,7 @@ def keep_plain(key: str, value: object, table: dict[str, object], notes: list[st
         table[key], lost = plain_rows(value)
         lost = [f"{key}.{name}" for name in lost]
     if lost:
-        notes.append(f"left behind, no plain values: {', '.join(lost)}")
+        notes.append(f"not copied, no plain values: {', '.join(lost)}")
 
 
 def plain_rows(table: Mapping[Any, object]) -> tuple[dict[str, object], list[str]]:

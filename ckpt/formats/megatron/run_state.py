@@ -174,4 +174,4 @@ def say_what_is_lost(state: TrainingState, notes: list[str]) -> None:
         where = "nothing in it says where"
         if state.samples is not None:
             where = f"consumed_train_samples is {state.samples}"
-        notes.append(f"left behind: the cursor in the data ({where} Megatron-LM's loader goes on)")
+        notes.append(f"not copied: the cursor in the data ({where} Megatron-LM's loader goes on)")

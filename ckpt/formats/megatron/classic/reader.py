@@ -271,12 +271,12 @@ class _Reader:
         known = {*megatron_files.DROPPED, *run_state.KNOWN, "args", "optimizer"}
         rest = [k for k in root if k not in known and not re.fullmatch(r"model\d*", k)]
         if rest:
-            result.notes.append(f"left behind, of unknown use: {', '.join(map(str, rest))}")
+            result.notes.append(f"not copied, of unknown use: {', '.join(map(str, rest))}")
         if self.first.lost:
             result.notes.append(f"args that cannot travel: {', '.join(self.first.lost)}")
         if any(key in root for key in megatron_files.DROPPED if "rng" in key):
             result.notes.append(
-                "random states left behind: they belong to the ranks of the saving run"
+                "not copied: random states, which belong to the ranks of the saving run"
             )
         if self.optimizer.state:
             table = {**state.megatron, "optimizer": self.optimizer.state}

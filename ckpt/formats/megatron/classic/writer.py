@@ -55,7 +55,7 @@ _HYPER = ("lr", "eps", "betas", "momentum", "dampening", "nesterov")
 
 def design(request: WriteRequest, root: PurePath) -> Design:
     """Every rank's files below ``root``."""
-    return Writer(request, root).design()
+    return Designer(request, root).design()
 
 
 def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
@@ -76,7 +76,7 @@ class _Row:
     states: Mapping[str, str]  # optimizer state -> dtype
 
 
-class Writer:
+class Designer:
     """Collects the files of all ranks."""
 
     def __init__(self, request: WriteRequest, root: PurePath) -> None:

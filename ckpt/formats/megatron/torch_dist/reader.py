@@ -194,7 +194,7 @@ class _Reader:
         if optimizer:
             self.result.unread_optimizer = f"{optimizer[0]}; {WITHOUT}"
         others = [why for name, why in lost.items() if not _OPTIMIZER.match(name)]
-        self.result.notes += [f"{why}, which is left behind" for why in others[:1]]
+        self.result.notes += [f"{why}, which is not copied" for why in others[:1]]
 
     def _flat(self, tensors: dict[str, Stored]) -> None:
         """Optimizer state in the flat buffers of the saving run's ranks."""
@@ -307,10 +307,10 @@ class _Reader:
             if reason is not None:
                 self.result.left_out.append((reason, 0))
             elif not name.startswith(megatron_dist_flat.PREFIX):
-                self.result.notes.append(f"left behind, of unknown use: {name}")
+                self.result.notes.append(f"not copied, of unknown use: {name}")
         if any("rng_state" in name for name in self.listing.objects):
             self.result.notes.append(
-                "random states left behind: they belong to the ranks of the saving run"
+                "not copied: random states, which belong to the ranks of the saving run"
             )
 
     def _state(self) -> dict[str, object]:

@@ -46,7 +46,7 @@ _EMPTY = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear
 
 def design(request: WriteRequest, root: PurePath) -> Design:
     """Every file of the iteration below ``root``."""
-    return _Writer(request, root).design()
+    return _Designer(request, root).design()
 
 
 def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
@@ -61,12 +61,12 @@ def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]
     ]
 
 
-class _Writer:
+class _Designer:
     """Collects blobs, and what ``.metadata`` says of them."""
 
     def __init__(self, request: WriteRequest, root: PurePath) -> None:
         self.request, self.target = request, request.target
-        self.classic = megatron_out.Writer(request, root)  # args, groups and padding are its
+        self.classic = megatron_out.Designer(request, root)  # args, groups and padding are its
         self.states = self.classic.states
         self.folder = root / iteration_name(self.target.step)
         model = self.target.model

@@ -1,4 +1,4 @@
-"""Where an output goes: as the user typed it, or under a name made from the source's."""
+"""The path of an output: as the user typed it, or with a name made from the source's."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def absolute(output: str | Path) -> Path:
-    """Where an output goes; a shell leaves the ~ of ``--output=~/x`` to us."""
+    """The path of an output; a shell does not expand the ~ of ``--output=~/x``."""
     if not str(output):
         raise CheckpointError("--output '': names nothing (an unset variable of the shell?)")
     return Path(os.path.expanduser(output)).absolute()
 
 
 def default_output(source: Where, ckpt: Checkpoint, target: Target | None, writer: Writer) -> Path:
-    """Beside the source, named after it and the layout, and the format if it is new.
+    """Next to the source, named after it, the layout, and the format if it is new.
 
-    A link gives its own name and place. A model in Hugging Face's cache gives its name alone: the
-    output is in the current folder, since the cache is no place for files of others.
+    A link gives its own name and place. A model in Hugging Face's cache gives only its name, and
+    the output is in the current folder: other tools must not write into the cache.
     """
     named = _as_typed(source, ckpt.path)
     cached = _cached_name(ckpt.path)

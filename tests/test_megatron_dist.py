@@ -497,7 +497,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (_renamed, r"decoder\.odd\.weight: unknown tensor of shape \[32\]"),
     (_one_less, r"decoder\.final_layernorm\.weight: missing"),
     (_no_embedding, r"\.metadata: names no embedding\.word_embeddings\.weight"),
-    (_no_table, r"\.metadata: is no Metadata"),
+    (_no_table, r"\.metadata: is not a Metadata"),
     (_negative, "bytes -5 to"),
 ]  # fmt: skip
 

@@ -16,11 +16,11 @@ from .function import contradictions, settings
 from .json_io import load_json
 from .types import Checkpoint, ReadOptions
 
-MAX_LAYERS = 10_000  # a config may say any number, and names are made for each
+MAX_LAYERS = 10_000  # a config may claim any number, and each layer needs names
 
 
 def find_config(folder: Where, options: ReadOptions) -> StoragePath | None:
-    """The config file: the user's, else the folder's own, else None."""
+    """The config file: the user's, else the folder's, else None."""
     if options.config is not None:
         said = storage_path(options.config)
         path = said / "config.json" if said.is_dir() else said
@@ -28,11 +28,11 @@ def find_config(folder: Where, options: ReadOptions) -> StoragePath | None:
             raise CheckpointError(f"--config {options.config}: there is no {path}")
         return path
     own = storage_path(folder) / "config.json"
-    return own if own.is_named() else None  # whatever has this name has to be one
+    return own if own.is_named() else None  # anything of this name must be a config
 
 
 def check_config(folder: StoragePath, options: ReadOptions) -> None:
-    """The user's config may fill what the folder's own leaves out, and not contradict it.
+    """The user's config may add what the folder's config lacks, and must not contradict it.
 
     CheckpointError names each setting that would change the function, with both values.
     """

@@ -1,9 +1,9 @@
-"""What a config.json says of the function that the weights compute, in one spelling.
+"""What a config.json says about the function that the weights compute, in one spelling.
 
-Two configs of one model differ in many keys that change nothing (versions, token numbers,
-dropout), in spelling (``rope_theta`` or ``rope_parameters``, ``swish`` or ``silu``), and in
-defaults that one leaves out. ``settings`` brings a config to names and values of its own, so that
-what is left to differ computes another function from the same weights.
+Two configs of one model may differ in keys that change nothing (versions, token numbers, dropout),
+in spelling (``rope_theta`` or ``rope_parameters``, ``swish`` or ``silu``), and in defaults that one
+leaves out. ``settings`` translates a config to common names and values. If two results differ, the
+same weights compute another function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZES = (
     "num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "n_positions", "n_ctx", "attention_bias", "mlp_bias",
 )  # fmt: skip
-# Keys that change nothing of the function, or only how it is trained or run.
+# Keys that do not change the function, but only how it is trained or run, or nothing.
 _HARMLESS = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
     "use_cache", "initializer_range", "pretraining_tp", "auto_map", "attn_implementation",
@@ -44,7 +44,7 @@ _SAME_ACTIVATION = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
 
-# What transformers' config classes say where a file is silent.
+# The defaults of transformers' config classes.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "llama": {"rms_norm_eps": 1e-6, "hidden_act": "silu"},
     "mistral": {"rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 4096},
@@ -144,7 +144,7 @@ def _rope(said: Config) -> Settings:
     scaling = None if kind == "default" else {"rope_type": "longrope" if kind == "su" else kind}
     if scaling is not None:
         scaling |= table
-        if kind in ("dynamic", "longrope", "su", "yarn"):  # which depend on the trained length
+        if kind in ("dynamic", "longrope", "su", "yarn"):  # these depend on the trained length
             scaling["max_position_embeddings"] = said.get("max_position_embeddings")
     return {
         "rope theta": 10000.0 if base is None else base,
@@ -154,9 +154,9 @@ def _rope(said: Config) -> Settings:
 
 
 def _window(said: Config, kind: str, layers: int) -> object:
-    """The keys that a query of each layer sees: a number, one for each layer, or None for all."""
+    """How many keys a query sees: one number, or one for each layer; None for all keys."""
     width = said.get("sliding_window")
-    if kind in ("llama", "gemma", "gpt2"):  # which do not look at the key
+    if kind in ("llama", "gemma", "gpt2"):  # these ignore the key
         width = None
     if kind in ("qwen2", "qwen3") and said.get("use_sliding_window") is not True:
         width = None
@@ -170,7 +170,7 @@ def _window(said: Config, kind: str, layers: int) -> object:
 
 
 def _layer_types(said: Config, kind: str, layers: int) -> list[str]:
-    """transformers' choice where a config lists no layer types."""
+    """transformers' default if a config lists no layer types."""
 
     def slides(layer: int) -> bool:
         if kind == "gemma2":

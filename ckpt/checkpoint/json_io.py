@@ -1,4 +1,4 @@
-"""JSON that a checkpoint holds: read with bounds, nothing of it trusted."""
+"""Reads the JSON of a checkpoint, with limits, and trusts nothing in it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..containers.budget import check_json
 from ..errors import CheckpointError
 from ..move.storage import StoragePath, Where, is_path_below, storage_path
 
-CHECKSUMS = "checksums.json"  # digests beside an output that has no checkpoint.json
-MAX_DEPTH = 100  # of JSON: what is read here must be writable again without deep recursion
+CHECKSUMS = "checksums.json"  # digests of an output without checkpoint.json
+MAX_DEPTH = 100  # of JSON, so that it can be written again without deep recursion
 
 
 def load_json(where: Where, *, finite: bool = True) -> dict[str, object]:
     """A JSON object; anything but an object is refused, and NaN and infinities if ``finite``.
 
-    Python writes them, so a config.json may hold them where no size or flag is meant: there
-    they pass, as transformers lets them.
+    Python writes these numbers, so a config.json may hold them in keys that are no size or flag.
+    There they are allowed, as in transformers.
     """
 
     path = storage_path(where)
@@ -42,7 +42,7 @@ def load_json(where: Where, *, finite: bool = True) -> dict[str, object]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object")
     if _is_deep(value):
-        raise CheckpointError(f"{path}: holds values inside each other more than {MAX_DEPTH} deep")
+        raise CheckpointError(f"{path}: its values are nested more than {MAX_DEPTH} deep")
     return value
 
 
@@ -68,7 +68,9 @@ def read_digests(table: object, origin: StoragePath) -> dict[str, tuple[int, str
     found = {}
     for name, row in (table or {}).items():
         if not is_path_below(name):
-            raise CheckpointError(f"{origin}: files names {name!r}, no file below its own folder")
+            raise CheckpointError(
+                f"{origin}: files names {name!r}, which is not a file below its folder"
+            )
         size = row.get("size") if isinstance(row, dict) else None
         mark = row.get("xxh3_128", "") if isinstance(row, dict) else ""
         if type(size) is not int or not isinstance(mark, str):

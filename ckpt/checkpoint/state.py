@@ -1,9 +1,9 @@
-"""What a training run keeps beside its tensors, whatever the format that holds it.
+"""What a training run keeps besides its tensors, the same for all formats.
 
-`TrainingState` is the one description: formats read into it and are written from it, and
-``differences`` compares what two of them mean. Its ``table`` is JSON: the keys of checkpoint.json
-and of `Manifest.state`. What only Megatron-LM's files have (args, its scheduler, its param groups)
-lies under ``megatron`` as it was read, so that it comes back unchanged.
+All formats read into `TrainingState` and are written from it, and ``differences`` compares the
+meaning of two states. Its ``table`` is JSON: the keys of checkpoint.json and of `Manifest.state`.
+What only Megatron-LM's files have (args, its scheduler, its param groups) is under ``megatron`` as
+it was read, so it can be written back unchanged.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-VERSION = 1  # of the table; newer ones are refused, since a state that is half read is wrong
+VERSION = 1  # of the table; newer ones are refused, because a state that is half read is wrong
 KEYS = ("step", "samples", "schedule", "param_groups", "data", "megatron")
 ABSENT = "absent"
-# of Megatron-LM's own values, those that say what the layout and the run say, or step again
+# values of Megatron-LM about the layout and the run, or that repeat the step
 _NOT_COMPARED = ("args", "checkpoint_version", "iteration")
 # what the groups of one optimizer class have and those of another do not, and how all of them step
 _OF_A_CLASS = {
@@ -31,7 +31,7 @@ Difference = tuple[str, object, object]  # what, here, there
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """A run between two steps. None and empty: the format or the run says nothing of it."""
+    """A run between two steps. None or empty means that the format or the run does not say it."""
 
     step: int | None = None  # optimizer steps done
     samples: int | None = None  # of the training data, consumed
@@ -51,9 +51,9 @@ class TrainingState:
             )
         groups, megatron = table.get("param_groups") or [], table.get("megatron") or {}
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"{origin}: param_groups holds values that are no groups")
+            raise CheckpointError(f"{origin}: param_groups holds values that are not groups")
         if not isinstance(megatron, dict):
-            raise CheckpointError(f"{origin}: megatron is a {type(megatron).__name__}, no table")
+            raise CheckpointError(f"{origin}: megatron is a {type(megatron).__name__}, not a table")
         data, samples = table.get("data"), _count(table, "samples", origin)
         return cls(
             _count(table, "step", origin),
@@ -65,7 +65,7 @@ class TrainingState:
         )
 
     def table(self) -> dict[str, object]:
-        """The same as JSON, with the keys that say something; empty if none does."""
+        """The state as JSON, without empty keys."""
         repeated = _seen(self.data, self.megatron) == self.samples
         found: dict[str, object] = {
             "step": self.step,
@@ -78,7 +78,7 @@ class TrainingState:
         return {key: value for key, value in found.items() if value is not None}
 
     def batch(self) -> int | None:
-        """Samples of each step, where it is known and was the same in all of them."""
+        """Samples per step, if known and the same in all steps."""
         args = self.megatron.get("args")
         said = args.get("global_batch_size") if isinstance(args, dict) else None
         if type(said) is int and said > 0:
@@ -88,7 +88,7 @@ class TrainingState:
         return self.samples // self.step
 
     def differences(self, other: TrainingState) -> list[Difference]:
-        """What means another thing there than here; spelling and the run's own paths aside."""
+        """What differs in meaning; spelling and the run's paths do not count."""
         found: list[Difference] = []
         if (self.step or None) != (other.step or None):  # at 0 nothing has been done
             found.append(("step", _or_absent(self.step), _or_absent(other.step)))
@@ -108,12 +108,12 @@ class TrainingState:
 def _count(table: Mapping[str, object], key: str, origin: str) -> int | None:
     value = table.get(key)
     if value is not None and (type(value) is not int or not 0 <= value < 2**63):
-        raise CheckpointError(f"{origin}: {key} {value!r:.80}, no whole number from 0 on")
+        raise CheckpointError(f"{origin}: {key} {value!r:.80}, not a whole number of at least 0")
     return value
 
 
 def _seen(data: object, megatron: Mapping[str, Any]) -> int | None:
-    """The samples that a cursor says (the trainer's, or a script's first loader), or args."""
+    """The samples according to a cursor (the trainer's, or a script's first loader), or to args."""
     rows = data.get("loaders", [data]) if isinstance(data, dict) else []
     first = rows[0] if isinstance(rows, list) and rows else None
     args = megatron.get("args")
@@ -133,7 +133,8 @@ def _or_absent(value: object) -> object:
 
 
 def _schedules(one: TrainingState, two: TrainingState) -> Iterator[Difference]:
-    """Schedules in steps; where one side counts samples of an unknown batch, what is left."""
+    """Compare schedules in steps; if one side counts samples of an unknown batch, only the other
+    values."""
     a, b = one.schedule, two.schedule
     if isinstance(a, Sequence) or isinstance(b, Sequence):  # states of a script's own schedulers
         if a is not None and b is not None and a != b:
@@ -163,7 +164,7 @@ def _in_samples(state: TrainingState) -> dict[str, object] | None:
 def _groups(
     one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]
 ) -> Iterator[Difference]:
-    """Groups in any order, by the hyperparameters that both sides name."""
+    """Compare groups in any order, by the hyperparameters that both sides have."""
     if not one or not two:
         if one or two:
             yield "param_groups", list(one) or ABSENT, list(two) or ABSENT
@@ -179,7 +180,7 @@ def _groups(
 
 
 def _kept(megatron: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's own values that mean something; a counter at 0 is one that is absent."""
+    """Megatron-LM's values that mean something; a counter of 0 equals one that is absent."""
     found = {k: v for k, v in megatron.items() if k not in _NOT_COMPARED and v not in (0, None)}
     if isinstance(found.get("optimizer"), dict):
         found["optimizer"] = _of_any_class(found["optimizer"])
@@ -206,7 +207,7 @@ def _of_any_class(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_apart(name: str, a: object, b: object) -> Difference:
-    """The first values below these that differ, and their path; a text where one is absent."""
+    """The path of the first values in ``a`` and ``b`` that differ, and both values."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted({*a, *b}, key=str):
             one, other = a.get(key, ABSENT), b.get(key, ABSENT)

@@ -1,4 +1,4 @@
-"""What every format reads into: a manifest plus what it says of model, mesh and layout."""
+"""What every format reads into: a manifest, and what it says about model, mesh and layout."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ WITHOUT = "pass --weights-only to go on without the optimizer"
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What the user says about one source that its files do not.
+    """What the user says about one source.
 
-    It fills what the source does not record, and never overrides what it does (``filled``).
+    It adds what the source does not record, and never overrides what it records (``filled``).
     """
 
     config: Where | None = None  # folder or file of a Hugging Face config
     layout: Mapping[str, str] = field(default_factory=dict)  # tag -> value
-    vocab_size: int | None = None  # true rows of the vocabulary
+    vocab_size: int | None = None  # real rows of the vocabulary
     weights_only: bool = False  # leave optimizer files alone
     iteration: int | None = None  # of a folder that holds several
-    format: str | None = None  # NAME of a format, where a folder holds two
+    format: str | None = None  # NAME of a format, if a folder holds two
     # "config", or "config:FIELD" for one: believed where it contradicts Megatron-LM's args
     trust: frozenset[str] = frozenset()
-    copy_all: bool = False  # training state and other weights travel as well
-    follow_links: bool = False  # files beside the weights that are links out travel as well
+    copy_all: bool = False  # also copy training state and other weights
+    follow_links: bool = False  # also copy side files that are links out
 
 
 def filled(recorded: Value | None, given: Value | None, option: str, origin: str) -> Value | None:
     """What ``origin`` records, else what the user gives with ``option``.
 
-    CheckpointError where both say something and differ: a source is believed.
+    CheckpointError if both are there and differ: the source counts.
     """
     if recorded is None or given is None or recorded == given:
         return given if recorded is None else recorded
@@ -63,7 +63,7 @@ class FileSummary:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A source: what is where, and what it says about itself."""
+    """A source: where its bytes are, and what it says about itself."""
 
     path: StoragePath
     format: str
@@ -81,20 +81,20 @@ class Checkpoint:
     digests: dict[str, tuple[int, str]] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)  # stored names that repeat another tensor
     left_out: list[tuple[str, int]] = field(default_factory=list)  # (reason, bytes), per tensor
-    notes: list[str] = field(default_factory=list)  # lines that the user is to see
+    notes: list[str] = field(default_factory=list)  # lines for the user
     random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
-    has_optimizer: bool = False  # optimizer files lie here, whether they were read or not
+    has_optimizer: bool = False  # there are optimizer files, read or not
     # weights that the run did not train, and that so have no optimizer state; None: nothing says
     frozen: frozenset[str] | None = None
     unread_optimizer: str = ""  # why optimizer files here cannot be read; empty if they can
     unknown_model: str = ""  # why its config.json names no family; "" if it does, or there is none
-    described_by: tuple[str, ...] = ()  # files without tensors that say what is where
-    # path -> what tells of a change since it was read
+    described_by: tuple[str, ...] = ()  # files without tensors that describe the others
+    # path -> identity when it was read, to notice a change
     seen: dict[str, FileIdentity] = field(default_factory=dict)
-    # What reading put off, since it takes a look into many files:
+    # Checks that are done later, since they open many files:
     check_optimizer: Callable[[], str] | None = None  # why it cannot be used; empty if it can
     headers: Callable[[], None] | None = None  # reads every header; CheckpointError if one is bad
-    # CRC-32s recorded inside its files, where they are found otherwise than in a .bin or .pt
+    # CRC-32s recorded inside its files, if they are not in a .bin or .pt
     blob_checksums: Callable[[], Iterator[RecordedChecksum]] | None = None
 
     def optimizer_fault(self) -> str:
@@ -108,7 +108,7 @@ class Checkpoint:
         return self.unread_optimizer
 
     def checksums(self) -> Iterator[RecordedChecksum]:
-        """Every CRC-32 that its files record of tensors' bytes, file by file, in rising order."""
+        """Every CRC-32 of tensors' bytes that its files record, file by file, in rising order."""
         if self.blob_checksums is not None:
             yield from self.blob_checksums()
         for path in dict.fromkeys([*(file.path for file in self.files), *self.described_by]):
@@ -116,7 +116,7 @@ class Checkpoint:
                 yield from torch_zip.checksums(self.path.at(path))
 
     def tied_to(self, fqn: str) -> str:
-        """What to add where a tensor differs from its own copy: the tied head has another name."""
+        """What to add to a message if a tied head differs: it has another name."""
         names = self.model.family.tied_names if self.model is not None else {}
         heads = [name for name in self.tied if names.get(name) == fqn]
         if not heads:
@@ -139,7 +139,7 @@ class Checkpoint:
 
 
 class Container(Protocol):
-    """Knows bytes: where tensors lie in one file, existing or to be made."""
+    """Knows where tensors lie in one file, existing or future."""
 
     def index(self, where: Where) -> Index: ...
 

@@ -1,10 +1,9 @@
-"""What decoding a file may cost: as much as its bytes warrant, and no more.
+"""Limits what decoding a file may cost, in proportion to its bytes.
 
-A few bytes can stand for values without end: a list that a pickle names twice in a list that it
-names twice, thirty times over, takes 100 bytes and has 2^30 parts once something walks, copies
-or prints it. So whatever a pickle gives is measured once, here, before anybody sees it: what it
-would be if everything in it were written out. Afterwards a walk over it takes time and memory
-that are in proportion to the file.
+A few bytes can mean a huge value. A pickle can put a list twice into a second list, that one twice
+into a third, and so on. Thirty levels take 100 bytes and have 2^30 parts when something walks,
+copies or prints them. So the result of a pickle is measured here first: its size if everything in
+it were written out. After that, a walk over it takes time and memory in proportion to the file.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from itertools import chain
 from ..errors import CheckpointError
 
 MAX_JSON_PARTS = 1 << 22  # values of a JSON text; more than 300,000 tensors have
-PARTS_PER_BYTE = 4  # of a pickle: one byte names again what was made before
+PARTS_PER_BYTE = 4  # of a pickle: one byte can refer to an earlier value
 FREE_PARTS = 10_000  # that any pickle may have
-UNIT_BYTES = 16  # a text or number counts as one part, and as another for each of these
+UNIT_BYTES = 16  # a text or number is one part, plus one for each of these
 
 
 def check_json(raw: bytes, path: str) -> None:
@@ -34,15 +33,16 @@ def check_json(raw: bytes, path: str) -> None:
         )
 
 
-Inside = Callable[[object], Iterator[object] | None]  # what an object holds; None of all else
+Inside = Callable[
+    [object], Iterator[object] | None
+]  # the parts of an object; None for any other value
 
 
 def check_parts(root: object, nbytes: int, path: str, inside: Inside) -> None:
-    """Refuse a value whose parts, each counted as often as it is named, outgrow its file.
+    """Refuse a value with too many parts for its file; shared parts count each time.
 
-    ``inside`` tells the parts of objects of other kinds than Python's own containers. A value
-    that holds itself is refused too, unless such an object lies in between: whoever walks the
-    rest does not look into it.
+    ``inside`` gives the parts of objects other than Python's containers. A value that holds itself
+    is refused too, unless such an object is in between, because walks do not enter it.
     """
     limit = FREE_PARTS + PARTS_PER_BYTE * nbytes
     if _parts(root, limit, inside) > limit:
@@ -65,7 +65,7 @@ class _Open:
 
 
 def _parts(root: object, limit: int, inside: Inside) -> int:
-    """The parts of a value as far as ``limit``; one more where there are more, or no end."""
+    """The number of parts of a value, at most ``limit`` + 1, also if they have no end."""
     done: dict[int, int] = {}  # id of a container -> its parts
     top = _Open(0, iter((root,)), 0)
     path = [top]

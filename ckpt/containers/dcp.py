@@ -1,9 +1,9 @@
 """The files of a torch_dist checkpoint: what ``.metadata`` says, and blobs of ``.distcp`` files.
 
 ``.metadata`` is a pickle of torch.distributed.checkpoint's Metadata; its objects stay inert. Each
-blob is a file of ``torch.save`` of its own, with one tensor or one list of objects. ``.metadata``
-says box and dtype of a blob's tensor; where in the blob its bytes begin, the blob's own header
-says, which is read when a copy needs it: a checkpoint has as many blobs as tensors times ranks.
+blob is a complete file of ``torch.save`` with one tensor or one list of objects. ``.metadata`` says
+box and dtype of a blob's tensor. The blob's header says where its bytes begin; it is read when a
+copy needs it, because a checkpoint has as many blobs as tensors times ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _row_major = lru_cache(maxsize=512)(row_major)
 
 @lru_cache(maxsize=4096)
 def _shared(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """The same numbers, nearly always as the same object: layers repeat each other's geometry."""
+    """The same numbers, mostly as a shared object, because layers have the same geometry."""
     return numbers
 
 
@@ -130,7 +130,7 @@ class BlobSlice(DeferredView):
         elif blob.box.sizes[-1] > 1 and blob.strides[-1] != 1:
             raise CheckpointError(
                 f"{blob.file}: {blob.name} at byte {blob.start_bytes}: its elements lie "
-                f"{blob.strides[-1]} apart; a flattened tensor has them in turn"
+                f"{blob.strides[-1]} apart; a flattened tensor has them one after another"
             )
         start = sum(i * step for i, step in zip(self.first, blob.strides, strict=True))
         offset = blob.offset_bytes + start * ITEMSIZE[blob.dtype]
@@ -183,7 +183,7 @@ class Listing:
 
 
 def listing(folder: StoragePath) -> Listing:
-    """What lies in which blob; every chunk has its blob, and chunks tile their tensor.
+    """The content of each blob, checked: every chunk has a blob, and chunks tile their tensor.
 
     A file that is missing or too short is no error here: ``lost`` says what it takes away, which
     may be nothing that is needed.
@@ -191,7 +191,7 @@ def listing(folder: StoragePath) -> Listing:
     file = folder / METADATA
     root = pickles.decode(file.read_bytes(), str(file))
     if not isinstance(root, Stub) or root.name not in ("Metadata", "MCoreMetadata"):
-        raise CheckpointError(f"{file}: is no Metadata of torch.distributed.checkpoint")
+        raise CheckpointError(f"{file}: is not a Metadata of torch.distributed.checkpoint")
     table = _dict(file, root.state, "Metadata")
     found = Listing({}, {}, _original_shapes(table.get("mcore_data")), {})
     places = _places(file, folder, _dict(file, table.get("storage_data"), "storage_data"), found)
@@ -253,7 +253,7 @@ def _places(
 
 
 def _check_apart(places: _Places) -> None:
-    """Blobs of one file share no byte: else one stands for another, or is looked at many times."""
+    """Check that blobs of one file share no byte, so that none replaces another."""
     held = sorted((where, start, length, key[0]) for key, (where, start, length) in places.items())
     for (file, start, length, name), (other, after, more, second) in pairwise(held):
         if file == other and more and after < start + length:

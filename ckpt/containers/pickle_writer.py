@@ -1,10 +1,10 @@
 """Values as a pickle (protocol 2) that ``torch.load`` reads, ``weights_only=True`` included.
 
-Writes what pickles.py reads: plain values, ``Global``, ``Stub`` and ``TensorRef`` inside each
-other, as ``torch.save`` writes them. Nothing is called, and no class needs to be there.
+Writes what pickles.py reads, as ``torch.save`` does: plain values, ``Global``, ``Stub`` and
+``TensorRef``, nested. Nothing is called, and no class has to be installed.
 
-Whoever loads the file imports and calls what it names, so the names that may be written are a
-closed list: none of them does more than make a value.
+A program that loads the file imports and calls the names in it. So the names that may be written
+are a closed list, and each of them only makes a value.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def dump_tensors(tensors: Mapping[str, TensorRef]) -> bytes:
 
 
 def dumps(value: object, leaf: Leaf | None = None) -> bytes:
-    """Any value; ``leaf`` may replace values of the caller's own by tensors.
+    """Any value as a pickle; ``leaf`` may replace values of the caller by tensors.
 
-    Types that came after torch's storage classes lie in untyped storages, whose size is in
-    bytes, and are named in the call.
+    Types without a storage class of torch use untyped storages; their size is in bytes, and the
+    call names the type.
     """
     writer = _Writer(leaf)
     return b"".join([b"\x80\x02", *writer.value(value), b"."])
 
 
 class _Writer:
-    """The pickle in the making: globals are written once and referred to from then on."""
+    """The pickle while it is written: a global is written once, then referred to."""
 
     def __init__(self, leaf: Leaf | None) -> None:
         self.leaf = leaf
@@ -123,7 +123,7 @@ class _Writer:
         return [part for value in values for part in self.value(value)]
 
     def _bytes(self, value: bytes) -> list[bytes]:
-        """Protocol 2 has none: text, and the call that encodes it."""
+        """Bytes, which protocol 2 lacks: a text and the call that encodes it."""
         text = _text(value.decode("latin-1"))
         return [self._called("_codecs", "encode"), b"(", text, _text("latin1"), b"tR"]
 
@@ -150,7 +150,7 @@ class _Writer:
         return self.once(f"c{module}\n{name}\n".encode())
 
     def once(self, value: bytes) -> bytes:
-        """``value`` where it is first needed, a reference to it from then on."""
+        """``value`` at its first use, a reference to it after that."""
         if value in self.memo:
             return b"h" + self.memo[value]
         if len(self.memo) > 255:  # one byte says which

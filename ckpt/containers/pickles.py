@@ -1,16 +1,16 @@
-"""Pickles without ``pickle``: bytes in, plain values out, and nothing of the input ever runs.
+"""Pickles without ``pickle``: bytes in, plain values out; nothing in the input is ever executed.
 
-Decides which globals a checkpoint may name and what each one stands for. A global is a pair
-of strings (``Global``), an object of someone else's class is what the pickle says about it
-(``Stub``), a tensor is a view of a storage (``TensorRef``). Nothing is imported, called or
-looked up because the input says so, and a global outside the lists below is an error.
+Decides which globals a checkpoint may name and what each one becomes. A global is a pair of strings
+(``Global``), an object of a foreign class is the description in the pickle (``Stub``), a tensor is
+a view of a storage (``TensorRef``). The input can make it import, call or look up nothing, and a
+global outside the lists below is an error.
 
 Memory is bounded by the input: an opcode takes at least one byte of it and makes at most one
 object, there are at most MAX_OPCODES of them, each length is checked against the bytes left,
-and a handler that copies what the pickle can name again and again pays from a budget of one
-element per input byte. Values may nest as deeply as the input likes, so nothing here walks,
-hashes, compares or prints one without a limit. What is given back is measured first (budget.py):
-written out, with all that is shared, it has at most a few parts per input byte.
+and a handler that copies values, which the pickle can repeat, pays from a budget of one element per
+input byte. Values may be nested to any depth, so nothing here walks, hashes, compares or prints one
+without a limit. The result is measured before it is returned (budget.py): written out, with shared
+parts counted each time, it has at most a few parts per input byte.
 
 Leaves to torch_zip.py: whether a storage exists, and whether a view lies inside it.
 """
@@ -102,8 +102,8 @@ def decode(
     """The value of a pickle; raises CheckpointError, which names ``path``, on anything else.
 
     ``persistent`` turns a persistent id into a storage; without it such ids are an error.
-    ``foreign``: classes of libraries that are not known become stubs as well, where a run's
-    options are to be read beside them.
+    With ``foreign``, classes of unknown libraries become stubs too, so that a run's other options
+    can be read.
     """
     vm = _Machine(path, bytes(data), persistent, foreign=foreign)
     try:
@@ -161,7 +161,7 @@ def _run(vm: _Machine) -> object:
 
 
 def short(value: object) -> str:
-    """A value for an error message, in bounded time: a nested one may be without end."""
+    """A value for an error message, in bounded time, since a nested one may be endless."""
     if isinstance(value, (str, bytes)):
         return repr(value) if len(value) <= 80 else f"{value[:77]!r}..."
     if isinstance(value, int):
@@ -389,7 +389,7 @@ class _Machine:
             self.fail("the pickle copies the same values over and over")
 
     def name(self, module: str, name: str) -> Global | Stub:
-        """The global as a value, if it is one of those let in."""
+        """The global as a value, if it is allowed."""
         module = _RENAMED.get(module, module)
         path = f"{module}.{name}"
         if module == "signal" and name in _SIGNALS:  # Python 3.10 and older spell a member so

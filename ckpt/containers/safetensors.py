@@ -1,7 +1,7 @@
 """The safetensors container: an 8-byte length, a JSON header, then the bytes.
 
-Reads the header only, and checks every length and offset against the file before
-anything else trusts it. Memory is bounded by the header, which the format caps.
+Reads the header only, and checks every length and offset in it against the file. Memory is bounded
+by the header; the format limits its size.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def _metadata(path: str, table: object) -> dict[str, str]:
 def _entry(path: str, name: str, row: object, base: int, size: int) -> Entry:
     """One header row as a view; ``base`` is where the data starts in the file."""
     if not _is_unicode(name):
-        raise CheckpointError(f"{path}: {_short(name)} is no name of a tensor: no Unicode")
+        raise CheckpointError(
+            f"{path}: {_short(name)} is not a name of a tensor: it is not Unicode"
+        )
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
             f"{path}: {name}: needs exactly dtype, shape and data_offsets, got {_short(row)}"

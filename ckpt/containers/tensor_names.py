@@ -1,4 +1,4 @@
-"""The tensors inside a decoded pickle, under names that say their place.
+"""The tensors inside a decoded pickle, named by their place in it.
 
 Shared by the two forms of ``torch.save``: torch_zip.py and torch_legacy.py.
 """
@@ -20,8 +20,8 @@ MAX_NAME = 4_096  # characters of a joined name
 def tensors(path: str, root: object, budget: int) -> dict[str, TensorRef]:
     """The tensors inside dicts, lists and tuples, in order, under their joined keys.
 
-    ``budget`` bounds the values looked at: a few lists that hold each other twice are a tree
-    without end, and a shared dict that a file may rightly have costs at least a byte.
+    ``budget`` limits the values that are visited: a few lists that hold each other twice make a
+    huge tree. A shared dict, which is allowed, costs at least one byte of the file.
     """
     found: dict[str, TensorRef] = {}
     todo: list[tuple[str, object, int]] = [("", root, 0)]

@@ -2,10 +2,9 @@
 
 Five pickles one after another: a magic number, a protocol, facts about the machine, the saved
 object, the keys of its storages. Then the storages in the order of the keys, each a count of
-elements (8 bytes, little-endian) and its bytes. Where the pickles end is known only once they
-are decoded, so as much of the file is read as they take, and no tensor bytes on purpose.
-
-The form of torch 0.1.9 and before, a tar archive, is refused by name.
+elements (8 bytes, little-endian) and its bytes. The end of the pickles is known only after
+decoding, so a little more than they take may be read. The form of torch 0.1.9 and before, a tar
+archive, is refused by name.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def _decoded(path: str, data: bytes, foreign: bool) -> tuple[object, _Storages, 
         raise CheckpointError(f"{path}: torch protocol {short(protocol)}; {PROTOCOL} is known")
     if not isinstance(machine, dict):
         raise CheckpointError(f"{path}: facts about the machine are {short(machine)}, not a dict")
-    # Whatever "little_endian" says there: torch turned the bytes around when it wrote.
+    # "little_endian" does not matter: torch swapped the bytes when it wrote.
     root, keys = following(storages.add), following()
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
         raise CheckpointError(f"{path}: storage keys are {short(keys)}, not a list of texts")

@@ -1,11 +1,11 @@
 """The container of ``torch.save``: a zip archive of stored records, one of them a pickle.
 
-Decides where each tensor of such a file lies, and what one that ``torch.load`` accepts looks
-like. Reads the zip's directory, the header before each record, and the records ``data.pkl``,
-``byteorder`` and ``shardwright.json``; never tensor bytes. Everything is checked against the
-file before anything else trusts it. Memory is bounded by the limits below.
+Says where each tensor of such a file lies, and lays out files that ``torch.load``
+accepts. Reads the zip's directory, the header before each record, and the records ``data.pkl``,
+``byteorder`` and ``shardwright.json``; never tensor bytes. All offsets and sizes are checked
+against the file. Memory is bounded by the limits below.
 
-Leaves to pickles.py what the pickle means, and to its caller which names are parameters.
+pickles.py decodes the pickle; the caller knows which names are parameters.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Archives:
 
 
 def _check_kind(archive: _Archive) -> None:
-    """Refuse what is no zip, and say what it is where that is known."""
+    """Refuse a file that is no zip, and say what it is, if known."""
     head = archive.read(archive.start, 64)
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return
@@ -504,7 +504,7 @@ def layout_tree(tree: object, metadata: Mapping[str, str] | None = None) -> File
 
 @dataclass(slots=True)
 class _Writer:
-    """An archive in the making: every header, and where the bytes that come later go."""
+    """An archive while it is laid out: every header, and the places of the bytes to come."""
 
     at: int = 0  # bytes so far
     fixed: list[tuple[int, bytes]] = field(default_factory=list)
@@ -521,7 +521,7 @@ class _Writer:
     def reserve(self, name: str, size: int) -> int:
         """A record of ``size`` bytes to come; returns where they go."""
         header, row = self.at, len(self.directory)
-        self._start(name, size, 0)  # which is the CRC-32 of nothing
+        self._start(name, size, 0)  # the CRC-32 of no bytes
         offset = self.at
         if size:
             self.pending.append((offset, size, header + _LOCAL_CRC, row + _CENTRAL_CRC))

@@ -1,8 +1,7 @@
 """One declarative table per model family; ``find`` picks one by a config's ``model_type``.
 
-Every module of this folder whose ``FAMILIES`` lists tables is found by its file name, so a
-new family is one new file. Import errors surface: a broken table must not look like an
-unknown family.
+Every module in this folder is imported and its ``FAMILIES`` are used, so a new family is one new
+file. Import errors are raised: a broken table must not look like an unknown family.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gemma and Gemma 2: tied, head size of its own, norms stored zero-centred (times 1 + w).
+"""Gemma and Gemma 2: tied head, any head size, norms stored zero-centred (times 1 + w).
 
 Gemma 2 adds a norm after attention and one after the MLP; their stored names are those of
 Megatron-Bridge, since a plain GPTModel has no such tensors.

@@ -1,4 +1,4 @@
-"""Phi-3: Hugging Face's own files already hold q, k, v and gate, up fused, one after another."""
+"""Phi-3: Hugging Face's files hold q, k, v in one tensor, and gate, up in one tensor."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _WRITERS = ("native.writer", "megatron.torch_dist.writer", "megatron.classic.wri
 
 @cache
 def formats() -> tuple[Format, ...]:
-    """Every format that is read, in the order in which they are asked."""
+    """Every format that is read, in the order in which they are tried."""
     return tuple(cast("Format", import_module(f".{name}", __name__)) for name in _READERS)
 
 

@@ -1,7 +1,7 @@
-"""What is no checkpoint for this tool, told apart by name: what it is, and the line to type.
+"""Recognises by name what this tool cannot read, and says what it is and what to type.
 
 Folders of other tools, and files that are one part of something: a rank, an optimizer, an adapter.
-Nothing but names is looked at, and one small file where it says the name of a base model.
+It looks at names only, and at one small file that may name a base model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def is_deepspeed(path: StoragePath) -> bool:
 
 
 def what_file(path: StoragePath) -> str:
-    """What a file is that is no whole model, and what to give instead; "" if its name is none."""
+    """What a file is that is not a whole model, and what to give instead; "" if unknown."""
     for pattern, says in _FILES:
         if re.fullmatch(pattern, path.name):
             return says.format(folder=path.parent, above=path.parent.parent)
@@ -90,7 +90,7 @@ def what_file(path: StoragePath) -> str:
 
 
 def what_folder(path: StoragePath) -> str:
-    """What a folder without a readable checkpoint is, and the way on; "" if nothing is known."""
+    """What a folder without a readable checkpoint is, and what to do; "" if unknown."""
     names = sorted(child.name for child in path.iterdir())
     if is_deepspeed(path):
         return WAY_OUT
@@ -100,7 +100,7 @@ def what_folder(path: StoragePath) -> str:
 
 
 def _of_names(path: StoragePath, names: Sequence[str]) -> str:
-    """The same, by the names of what the folder holds."""
+    """The same, from the names in the folder."""
 
     def some(pattern: re.Pattern[str]) -> list[str]:
         return [name for name in names if pattern.fullmatch(name)]
@@ -161,7 +161,7 @@ _KEPT_APART = (".safetensors", ".bin", ".pt", ".pth", ".json", ".model", ".gguf"
 
 
 def lfs_pointers(path: StoragePath) -> str:
-    """What to say where Git LFS left its texts of three lines in place of files; "" if not."""
+    """What to say if files are pointers of Git LFS (three lines of text); "" if they are not."""
     folder = path if path.is_dir() else path.parent
     found = [
         child.name
@@ -183,7 +183,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # as in meta-llama/Llama-
 
 
 def what_is_absent(text: str) -> str:
-    """What to say of a path that is not there: it may be the name of a model on the hub."""
+    """What to say about a path that does not exist: it may be a model's name on the hub."""
     if not _HUB_NAME.fullmatch(text):
         return "there is no such file or folder"
     if found := _hub_cache(text):

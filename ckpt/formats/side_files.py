@@ -1,8 +1,8 @@
-"""Which files of a folder travel with the weights: config, tokenizer, code, and all else.
+"""Which files of a folder are copied with the weights: config, tokenizer, code, and all others.
 
-What stays behind is what a conversion replaces (weights, in any framework's spelling), what is
-void in its result (training state, adapters, other checkpoints inside the folder), and links that
-lead out of the checkpoint. All of it is named in the report, so that nothing is lost unsaid.
+Not copied are files that a conversion replaces (weights of any framework), files that are wrong in
+its result (training state, adapters, other checkpoints inside the folder), and links that lead out
+of the checkpoint. The report names all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..model.manifest import SideFile
 from ..move.storage import FILE, StoragePath, Where, is_file_name, storage_path
 
-# What this tool and transformers write beside tensors: made anew for an output.
+# What this tool and transformers write next to tensors; an output gets new ones.
 _TABLES = re.compile(
     r"(pytorch_model|model)\.(bin|safetensors)\.index(\..*)?\.json"
     r"|random_states_\d+\.(safetensors|pkl)"
@@ -61,13 +61,13 @@ class _Found:
 
 
 def side_files(where: Where, options: ReadOptions | None = None) -> tuple[SideFile, ...]:
-    """The files below a folder that travel; hidden ones never do."""
+    """The files below a folder that are copied; hidden ones never are."""
     found = _scan(storage_path(where), options or ReadOptions())
     return tuple(sorted(found.sides, key=lambda f: f.name))
 
 
 def left_behind(folder: StoragePath, options: ReadOptions, read: Collection[str]) -> list[str]:
-    """A line for each kind of what does not travel; ``read`` are the paths that were read."""
+    """A line for each kind of file that is not copied; ``read`` are the paths that were read."""
     found = _scan(folder, options, {str(path) for path in read})
     lines = []
     for why, names in found.behind.items():
@@ -98,7 +98,7 @@ def _scan(folder: StoragePath, options: ReadOptions, read: Collection[str] = ())
 
 
 def _is_nested(folder: StoragePath) -> bool:
-    """Whether a folder is a checkpoint of its own: by its name, or by shards right in it."""
+    """Whether a folder is another checkpoint: by its name, or by shards in it."""
     return bool(_NESTED.fullmatch(folder.name)) or any(
         _SHARDS.fullmatch(child.name) for child in folder.iterdir()
     )
@@ -107,7 +107,7 @@ def _is_nested(folder: StoragePath) -> bool:
 def _sort(
     found: _Found, folder: StoragePath, at: StoragePath, path: StoragePath, options: ReadOptions
 ) -> None:
-    """Where one file belongs."""
+    """Decide whether one file is copied."""
     name = path.relative_to(folder).as_posix()
     if _TABLES.fullmatch(path.name) or _RANKS.fullmatch(path.name):
         return
@@ -124,12 +124,12 @@ def _sort(
             found.sides.append(SideFile(name, str(path)))
 
 
-# Names under which weights are looked for: a second set of them would be read instead.
+# Names of weights: a copy would be read in place of the output's weights.
 _READ = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(bin|safetensors)")
 
 
 def _leads_out(folder: StoragePath, path: StoragePath) -> bool:
-    """Whether a link's end lies outside of the checkpoint, the blobs of a hub's cache aside."""
+    """Whether a link leads out of the checkpoint; the blobs of the hub's cache count as inside."""
     if not path.is_symlink():
         return False
     inside = [folder.real()]
@@ -139,12 +139,12 @@ def _leads_out(folder: StoragePath, path: StoragePath) -> bool:
 
 
 def resolve(folder: StoragePath, name: object, said_by: StoragePath) -> StoragePath:
-    """A file that an index names, which must lie in the index's own folder.
+    """A file that an index names; it must be in the index's folder.
 
     Links are followed: Hugging Face's cache is made of them.
     """
     if not isinstance(name, str) or not is_file_name(name):
-        raise CheckpointError(f"{said_by}: names {name!r}, which is not a file of its own folder")
+        raise CheckpointError(f"{said_by}: names {name!r}, which is not a file of the same folder")
     path = folder / name
     if not path.exists():
         raise CheckpointError(f"{path}: is missing ({said_by.name} names it)")

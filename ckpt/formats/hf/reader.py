@@ -1,8 +1,8 @@
 """Hugging Face checkpoints: one file or several with an index, ``.safetensors`` or ``.bin``.
 
-Logical names are this format's names, so reading is one chunk per tensor. Where the config
-names a family, names, shapes and the tied head are checked against its table; without one
-(another model, a bare file) tensors are carried as they are.
+Logical names are this format's names, so reading makes one chunk per tensor. If the config names a
+family, names, shapes and the tied head are checked against its table. Without a family (another
+model, a bare file) tensors are copied as they are.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
 
 
 def _check_options(path: StoragePath, options: ReadOptions) -> None:
-    """Options that Hugging Face files leave no room for are refused, not ignored."""
+    """Refuse options that have no meaning for Hugging Face files."""
     if options.layout:
         tags = ", ".join(f"{tag}={value}" for tag, value in options.layout.items())
         raise CheckpointError(
@@ -129,7 +129,7 @@ def _add(
 def _cut_vocabulary(
     result: Checkpoint, chunks: Chunks, metas: dict[str, TensorMeta], vocab: int
 ) -> None:
-    """Rows from ``vocab`` on are padding, as they are in shards: kept there, dropped by merge."""
+    """Rows from ``vocab`` on are padding, as in shards, which keep them; merge drops them."""
     model = result.need_model()
     rules = model.family.select(model.flags)
     padded = {part.fqn for rule in rules if rule.pad for part in rule.parts}
@@ -194,7 +194,7 @@ _WRAPPERS = {
 def _wrapper(
     model: Model, metas: Mapping[str, TensorMeta], wanted: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """What to say first where all names have a wrapper's prefix; "" where they have none."""
+    """What to say first if all names have a wrapper's prefix; "" if they have none."""
     for prefix, of in _WRAPPERS.items():
         inner = [fqn.removeprefix(prefix) for fqn in metas if fqn.startswith(prefix)]
         if len(inner) == len(metas) and any(fqn in wanted for fqn in inner):
@@ -207,7 +207,7 @@ def _wrapper(
 
 
 def _check_plain(config: StoragePath | None, indices: Sequence[Index]) -> None:
-    """A quantization_config left behind in a folder whose weights are plain again."""
+    """Refuse a quantization_config in a folder with weights that are not quantized."""
     if config is None:
         return
     table = load_json(config, finite=False)
@@ -221,7 +221,7 @@ def _check_plain(config: StoragePath | None, indices: Sequence[Index]) -> None:
 
 
 def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
-    """The family's view of the config; None where there is no table for the model."""
+    """The model of the config; None if there is no table for it."""
     if config is None:
         return None
     kind = load_json(config, finite=False).get("model_type")
@@ -230,7 +230,7 @@ def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
 
 
 def _unknown_model(config: StoragePath) -> str:
-    """The refusal of a job that has to know how a model is packed."""
+    """The error of a job that must know how a model is packed."""
     try:
         load_model(config)
     except CheckpointError as error:
@@ -256,7 +256,7 @@ def _indices(path: StoragePath) -> Iterator[Index]:
 
 
 def _split_indices(folder: StoragePath, index: StoragePath) -> Iterator[Index]:
-    """The parts that an index names; what it says must be what the parts hold."""
+    """The parts that an index names; they must hold what it says."""
     table = load_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index}: has no weight_map")

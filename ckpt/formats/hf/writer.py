@@ -1,7 +1,6 @@
-"""Designs Hugging Face checkpoints: one file or several with an index, config and tokenizer beside.
-
-Where the family is known, what is to be written comes from its table, so that a tensor that the
-source lost is an error. A model without a table is written as the source has it.
+"""Designs Hugging Face checkpoints: one file, or several with an index, and config and tokenizer.
+If the family is known, its table says which tensors to write, so a tensor that the source lost is
+an error. A model without a table is written as in the source.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def design(request: WriteRequest, root: PurePath) -> Design:
 
 
 def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]:
-    """What travels along, the index, and digests; nothing beside a single file."""
+    """The side files, the index, and digests; none if the output is a single file."""
     if request.whole.file_name:
         return []
     return [*request.sides, *made.manifest.side_files, *checksums(files)]
@@ -82,7 +81,7 @@ def _notes(request: WriteRequest) -> list[str]:
 
 
 def _split(metas: Mapping[str, TensorMeta], limit: int | None) -> list[list[str]]:
-    """Consecutive tensors in groups of at most ``limit`` bytes; a larger one stands alone."""
+    """Consecutive tensors in groups of at most ``limit`` bytes; a larger tensor is a group alone."""
     groups: list[list[str]] = [[]]
     size = 0
     for fqn, meta in metas.items():

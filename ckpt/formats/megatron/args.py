@@ -2,7 +2,7 @@
 
 `args` is an argparse.Namespace with hundreds of values in every file that Megatron-LM writes; here
 it is a dict whose values JSON can hold (args_codec.py). known_args.py lists which of them are read,
-which refuse, and which change nothing. args_out.py is the way back.
+which are refused, and which change nothing. args_out.py writes args.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def model_from_args(
     padded_vocab: int,
     folder: StoragePath,
 ) -> tuple[Model, dict[str, object] | None, list[str]]:
-    """The model, the config.json that args make (None where the user's is used), and notes.
+    """The model, the config.json made from args (None if another one is used), and notes.
 
-    ``padded_vocab`` are the rows that the files hold: true ones for all that args say.
+    ``padded_vocab`` are the rows in the files; args do not say how many of them are real.
     """
     if not args and options.config is None:
         raise CheckpointError(
@@ -75,7 +75,7 @@ def check_precision(args: Mapping[str, object], origin: str, options: ReadOption
 
 
 def _say_unknown(args: Mapping[str, object]) -> list[str]:
-    """One line for args that forks add: what they change cannot be known."""
+    """One line for args that forks add: their effect is unknown."""
     names = known_args.unknown(args)
     if not names:
         return []
@@ -131,7 +131,7 @@ SIZES = {"layer": "layers", "h": "hidden size", "gate": "MLP size", "f": "MLP si
 def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
     """Setting -> (arg, value), for the settings of checkpoint/function.py that args say.
 
-    An arg that is absent or None says nothing.
+    An arg that is absent or None is left out.
     """
     args = {key: value for key, value in args.items() if value is not None}
     found: dict[str, tuple[str, object]] = {}
@@ -204,7 +204,7 @@ def _number(args: Mapping[str, object], key: str, origin: str) -> int:
 def config_from_args(args: Mapping[str, object], origin: str) -> dict[str, object]:
     """A Hugging Face config, without vocab_size; CheckpointError for models of no family.
 
-    An arg that is None says nothing: the default of Megatron-LM counts.
+    For an arg that is None, Megatron-LM's default counts.
     """
     args = {key: value for key, value in args.items() if value is not None}
     for key, plain in {**known_args.PLAIN, **_NO_FAMILY}.items():

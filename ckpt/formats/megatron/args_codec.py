@@ -1,9 +1,9 @@
 """Values of Megatron-LM's `args` as JSON and back: a closed list of types, in both directions.
 
 JSON lacks tuples, sets, dtypes, paths, namespaces and numbers like NaN: these are tagged
-(``{"$tuple": [...]}``). A tag names a kind of value and never a class or a function, so a value
-that anybody can write into a JSON file becomes plain data, whatever it says. An enum's member
-keeps its class's name for the reader of the JSON; what is made of it again is its value alone.
+(``{"$tuple": [...]}``). A tag names a kind of value and never a class or a function. So any value
+in a JSON file becomes plain data, whoever wrote it. A member of an enum keeps its class's name in
+JSON, for readers; decoding gives its value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def encode(value: object) -> object:
 
 
 def encode_plain(value: object) -> object:
-    """The same for numbers, flags, texts and containers of them; raises Unknown for the rest."""
+    """The same, only for numbers, flags, texts and containers of them; raises Unknown for others."""
     return _Encoder(plain=True).value(value, 0)
 
 
@@ -117,7 +117,7 @@ def decode(value: object, where: str = "state megatron.args") -> object:
 
 
 def decode_plain(value: object, where: str) -> Any:  # noqa: ANN401
-    """The same where numbers, flags, texts and containers of them may stand and nothing else."""
+    """The same, only for numbers, flags, texts and containers of them."""
     return _decode(value, where, True, 0)
 
 
@@ -186,7 +186,7 @@ def namespace(value: object, origin: str) -> tuple[dict[str, object], list[str]]
 def keep_plain(key: str, value: object, table: dict[str, object], notes: list[str]) -> None:
     """Put the plain values of ``value`` under ``key``; the others are named in the notes.
 
-    A scheduler or a counter holds numbers, flags and texts: a class there is no part of it.
+    A scheduler or a counter holds numbers, flags and texts; a class does not belong there.
     """
     if value is None:
         return

@@ -1,8 +1,8 @@
-"""Args for a checkpoint in another layout or format: the source's, else what a config says.
+"""Args for a checkpoint in another layout or format: the source's, or made from a config.
 
-What args cannot say of a model is refused: megatron-core builds another model from them without a
-word. Only args that a file held as such are ever decoded (args_codec.py); what a config.json says
-becomes numbers, flags and texts alone.
+A model that args cannot describe is refused, because megatron-core would build another model from
+them, without an error. Only args that were read from a file of Megatron-LM are decoded
+(args_codec.py); values of a config.json become numbers, flags and texts only.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def args_for(
 ) -> Args:
     """The args of a checkpoint in this layout: the source's, else what the config says.
 
-    ``stages`` are the layers of each pipeline stage where they are uneven. ``dtype`` is a key of
-    dtypes.ITEMSIZE. CheckpointError, which names ``origin``, for what args cannot say, unless
-    ``allow_incomplete``: then ``notes`` names it.
+    ``stages`` are the layers of each pipeline stage if they are uneven. ``dtype`` is a key of
+    dtypes.ITEMSIZE. CheckpointError with ``origin`` for what args cannot say; with
+    ``allow_incomplete``, ``notes`` names it.
     """
     args: Args = {key: decode(value, f"state megatron.args.{key}") for key, value in source.items()}
     made = _from_config(model, transformer_engine, origin)
@@ -72,7 +72,7 @@ def args_for(
             "can say, and set up the rest by code of your own, or name another config with --config"
         )
     notes += [f"args lack ({ALLOW}): {row}" for row in lacks]
-    if args:  # where they contradict the model, its config was trusted and not they
+    if args:  # if they contradict the model, its config was trusted
         names = contradicted(model, source)
         args |= {name: made.get(name) for name in names}
         if "swiglu" in names:
@@ -116,7 +116,7 @@ def args_for(
 
 
 def cannot_say(model: Model, args: Mapping[str, object], origin: str) -> list[str]:
-    """What a model has and its args do not say, or say otherwise; empty if they say it all."""
+    """What args do not say about a model, or say wrongly; empty if they say everything."""
     wanted, said = settings(model.config, model), says(args)
     rows = [
         f"{what} {shown(two)}"
@@ -146,8 +146,8 @@ def cannot_say(model: Model, args: Mapping[str, object], origin: str) -> list[st
 def say_options(args: Mapping[str, object]) -> list[str]:
     """A note on the options that args need beside them; empty if they need none.
 
-    Megatron-LM's --use-checkpoint-args takes over some args alone, and with the defaults of the
-    others it computes another function without a word.
+    Megatron-LM's --use-checkpoint-args uses only some of the args. With the defaults of the others
+    it computes another function, without an error.
     """
     asked = []
     if args["norm_epsilon"] != _EPSILON:
@@ -174,7 +174,7 @@ def _stored_names(model: Model) -> set[str]:
 
 
 def _tensors_unsaid(model: Model, args: Mapping[str, object]) -> list[str]:
-    """Tensors of the model that megatron-core would not make from args, and the other way round."""
+    """Tensors of the model that megatron-core would not create from args, and the reverse."""
     learned, rms = "pos" in model.sizes, args["normalization"] == "RMSNorm"
     wanted = set()
     for name in _NORMS:
@@ -198,7 +198,7 @@ def _tensors_unsaid(model: Model, args: Mapping[str, object]) -> list[str]:
 
 
 def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
-    """What Megatron-LM needs to know of a model that it did not write."""
+    """Args made from the model's config."""
     config, sizes = model.config, model.sizes
     wanted, names = settings(config, model), _stored_names(model)
 
@@ -257,12 +257,12 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
     }
     window = wanted.get("attention window")
     if type(window) is int:
-        args["window_size"] = (window - 1, 0)  # the own token is not counted
+        args["window_size"] = (window - 1, 0)  # without the token itself
     return args
 
 
 def _theta(config: Mapping[str, object], origin: str) -> float:
-    """The base of rotary frequencies; where two are said, the difference is refused elsewhere."""
+    """The base of rotary frequencies; two different ones are refused elsewhere."""
     new = config.get("rope_parameters")
     base = config.get("rope_theta")
     if base is None and isinstance(new, dict):
@@ -271,7 +271,7 @@ def _theta(config: Mapping[str, object], origin: str) -> float:
 
 
 def _scaling_args(scaling: object, origin: str) -> Args:
-    """Llama 3's scaling and linear interpolation; others are left unsaid, and refused as such."""
+    """Llama 3's scaling and linear interpolation; others are left out here, and refused later."""
     table = scaling if isinstance(scaling, dict) else {}
     kind, factor = table.get("rope_type"), table.get("factor", 8.0)
     args: Args = {"use_rope_scaling": False, "rope_scaling_factor": 8.0}

@@ -1,8 +1,8 @@
 """Which parameter each entry of Megatron-LM's optimizer state belongs to.
 
-Its files hold no names: the plain optimizer numbers parameters group by group, the distributed one
-lays them into flat buffers. Both follow the order in which the model registers its parameters,
-which is the order of the ``model`` dict.
+The files hold no names: the plain optimizer numbers parameters group by group, the distributed one
+puts them into flat buffers. Both use the order in which the model registers its parameters, which
+is the order of the ``model`` dict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Param:
 # --- groups ------------------------------------------------------------------------------------
 
 Group = Mapping[str, object]
-_Key = tuple[bool, bool]  # has weight decay, has a learning rate of its own
+_Key = tuple[bool, bool]  # has weight decay, has another learning rate
 
 
 def _default_key(param: Param, group_has_own_lr: bool) -> _Key:
@@ -65,7 +65,7 @@ def _group_key(group: Group) -> _Key:
 
 
 def group_params(groups: Sequence[Group], params: Sequence[Param]) -> list[list[Param]] | None:
-    """The parameters of each group in its order; None where no known rule gives its numbers.
+    """The parameters of each group in its order; None if no known rule gives its numbers.
 
     A group's ``params`` are its numbers; they count through all groups.
     """
@@ -88,7 +88,7 @@ def group_params(groups: Sequence[Group], params: Sequence[Param]) -> list[list[
 
 
 def assigned(groups: Sequence[Group], params: Sequence[Param]) -> list[list[Param]] | None:
-    """The parameters of each group where its numbers are still to be made; None if unclear."""
+    """The parameters of each group before it has numbers; None if unclear."""
     keys = [_group_key(group) for group in groups]
     if len(groups) == 1:
         return [list(params)]
@@ -125,9 +125,9 @@ def _aligned(offset: int) -> int:
 def flat_buffer(params: Sequence[Param], bucket_elems: int | None) -> Flat:
     """Lay parameters out as megatron-core's buffers do: in reverse, in buckets, 64-aligned.
 
-    A bucket ends with the parameter that reaches ``bucket_elems`` (None: one bucket), and a tied
-    embedding has one of its own. What is stored are the buckets one after another, each without
-    the padding at its end. Source: megatron.core.distributed.param_and_grad_buffer.
+    A bucket ends with the parameter that reaches ``bucket_elems`` (None: one bucket); a tied
+    embedding has a separate one. The file holds the buckets one after another, without the padding
+    at their ends. Source: megatron.core.distributed.param_and_grad_buffer.
     """
     spans = []
     base = offset = 0  # of the bucket in the buffer, in the bucket
@@ -143,7 +143,7 @@ def flat_buffer(params: Sequence[Param], bucket_elems: int | None) -> Flat:
 
 
 def bucketed(params: Sequence[Param], lengths: Sequence[int]) -> Flat | None:
-    """The same where the lengths of the buckets are recorded; None if they do not fit.
+    """The same from recorded lengths of the buckets; None if they do not fit.
 
     Lengths are those that are stored, one bucket after another.
     """
@@ -166,7 +166,7 @@ def bucketed(params: Sequence[Param], lengths: Sequence[int]) -> Flat | None:
 def bucket_sizes(
     args: Mapping[str, object], dp: int, stage: int, chunk: int
 ) -> Iterator[int | None]:
-    """The bucket sizes that a buffer may have been made with, the likeliest first."""
+    """Possible bucket sizes of a buffer, the most likely first."""
     said = args.get("ddp_bucket_size")
     default = said if type(said) is int else max(BUCKET_ELEMS, 1_000_000 * dp)
     single = stage > 0 or chunk > 0 or args.get("overlap_grad_reduce") is not True

@@ -126,7 +126,7 @@ class OptimizerReader:
             self._say_fresh(file, groups)
 
     def _say_fresh(self, file: str, groups: Sequence[Group]) -> None:
-        """Adam makes its moments in its first step; a save may come before that."""
+        """Adam creates its moments in its first step; a checkpoint may be older than that."""
         if any("betas" in group for group in groups):
             self.result.notes.append(
                 f"{file}: the optimizer has no moments: it was saved before its first step, and "
@@ -193,7 +193,7 @@ class OptimizerReader:
         master: Entry | None,
         weights: Mapping[str, Entry],
     ) -> Flat | None:
-        """Where each parameter of a buffer lies: the total must be right, and the masters."""
+        """The place of each parameter in a buffer; the total length and the masters must fit."""
         dp = rank.args.get("data_parallel_size")
         sizes = megatron_optim.bucket_sizes(
             rank.args, dp if type(dp) is int else 1, dict(rank.coord)["pp"], pool[0].chunk
@@ -240,7 +240,7 @@ class OptimizerReader:
     # --- hyperparameters ---------------------------------------------------------------------
 
     def groups(self, rank: RankFile, groups: list[Group], opt: Group, where: str) -> None:
-        """Hyperparameters of the first rank, and the step, which must be every rank's."""
+        """Hyperparameters of the first rank, and the step; all ranks must have the same step."""
         step, step_in = _step(rank, groups, where)
         if self.state:
             if step is not None and step != self.state.get("step", step):

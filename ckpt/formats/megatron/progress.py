@@ -1,4 +1,4 @@
-"""How far a run of Megatron-LM's was: its iteration and samples, wherever its files say so."""
+"""How far a run of Megatron-LM was: its iteration and samples, from any of its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLES = "consumed_train_samples"
 
 
 def scalar(index: Index, name: str) -> int | float | None:
-    """The number that a tensor of one element holds; None where there is no such tensor."""
+    """The number in a tensor of one element; None if there is no such tensor."""
     entry = index.entries.get(name)
     if entry is None or any(n != 1 for n in entry.shape) or entry.dtype not in _SCALARS:
         return None
@@ -42,10 +42,10 @@ def train_state(folder: StoragePath) -> dict[str, int | float]:
 
 
 def iteration(root: Mapping[str, object], folder: StoragePath, notes: list[str]) -> int | None:
-    """The iteration of a save; None for a ``release``, which is no state of a run.
+    """The iteration of a checkpoint; None for a ``release``, which belongs to no run.
 
-    Files say it as ``iteration``, old ones as ``total_iters``, Megatron-Bridge in a file of its
-    own; where none does, the folder's name does.
+    It is ``iteration`` in the files, ``total_iters`` in old ones, and in a separate file of
+    Megatron-Bridge. Otherwise the folder's name counts.
     """
     if folder.name == "release":
         return None

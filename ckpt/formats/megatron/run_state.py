@@ -1,7 +1,7 @@
-"""The training state as Megatron-LM's files have it: both formats keep the same values.
+"""The training state in Megatron-LM's files; both formats keep the same values.
 
-Megatron-LM counts samples where `TrainingState` counts steps, and asks for a scheduler wherever
-there is an optimizer. What its files cannot hold, and what had to be made up, becomes a note.
+Megatron-LM counts samples, `TrainingState` counts steps. Megatron-LM needs a scheduler if there is
+an optimizer. A note says what its files cannot hold, and what was made up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read(
 def _in_steps(
     table: Mapping[str, object], args: Mapping[str, object], step: int
 ) -> dict[str, object] | None:
-    """The learning rate's schedule in optimizer steps, as the trainer's own checkpoints have it.
+    """The learning rate's schedule in optimizer steps, as in the trainer's checkpoints.
 
     Megatron-LM counts samples; None where its batch does not divide them.
     """
@@ -64,7 +64,7 @@ def _in_steps(
 
 
 def schedulers(state: TrainingState, notes: list[str]) -> dict[str, object]:
-    """What a file with an optimizer says of schedules: the source's own, or the same in samples.
+    """The schedulers of a file with an optimizer: the source's, or made from its schedule in steps.
 
     Megatron-LM takes no optimizer without one.
     """
@@ -82,7 +82,7 @@ def schedulers(state: TrainingState, notes: list[str]) -> dict[str, object]:
 
 
 def _in_samples(state: TrainingState) -> dict[str, object] | None:
-    """A schedule in steps as Megatron-LM's in samples; None where the two do not correspond."""
+    """A schedule in steps as Megatron-LM's in samples; None if it has no counterpart."""
     said, batch = state.schedule, state.batch()
     if not isinstance(said, dict) or batch is None or said.get("style") not in _STYLES:
         return None
@@ -99,7 +99,7 @@ def _in_samples(state: TrainingState) -> dict[str, object] | None:
 
 
 def _constant(state: TrainingState, notes: list[str]) -> dict[str, object]:
-    """A rate that stays, in place of a schedule that cannot be said."""
+    """A constant rate, for a schedule that cannot be expressed."""
     rates = [group["lr"] for group in state.groups if _is_number(group.get("lr"))]
     why = "no schedule in the source"
     if isinstance(state.schedule, dict):
@@ -169,7 +169,7 @@ def operations(state: TrainingState) -> dict[str, object]:
 
 
 def say_what_is_lost(state: TrainingState, notes: list[str]) -> None:
-    """What these files have no place for."""
+    """Add a note on what these files have no place for."""
     if state.data is not None:
         where = "nothing in it says where"
         if state.samples is not None:

@@ -23,7 +23,7 @@ from ... import foreign
 from .. import args_codec, known_args, run_state
 from .. import names as megatron_names
 
-HUGGINGFACE = "huggingface"  # where some frameworks keep config and tokenizer beside the shards
+HUGGINGFACE = "huggingface"  # where some frameworks keep config and tokenizer
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 ITERATION = re.compile(r"iter_\d{7,}|release")
@@ -109,7 +109,7 @@ def iteration_folder(path: StoragePath, wanted: int | None) -> StoragePath:
 
 
 def iteration_name(step: int | None) -> str:
-    """The folder of an iteration; weights that are no state of a run are a release."""
+    """The name of an iteration's folder; weights without a step are a release."""
     return "release" if step is None else f"iter_{step:07d}"
 
 
@@ -128,7 +128,7 @@ class RankFile:
     version: float  # checkpoint_version; 0 where the file says none
     coord: Coord = ()
     chunks: list[list[tuple[str, Entry]]] = field(default_factory=list)  # our names, local layers
-    extra_states: int = 0  # entries that hold no weights
+    extra_states: int = 0  # entries without weights
 
     @property
     def file(self) -> str:
@@ -138,8 +138,8 @@ class RankFile:
 def shards_of(file: Coord) -> tuple[Coord, ...]:
     """The shards of the model that a rank folder holds: one of the mesh of dense tensors.
 
-    A folder's own ranks and the coordinates of what it holds are two things: Megatron-LM puts
-    the shard of another mesh, that of the experts, into the same file.
+    The ranks of a folder and the coordinates of its shards are two things: Megatron-LM puts a shard
+    of the experts' mesh into the same file.
     """
     return (file,)
 
@@ -183,7 +183,7 @@ def rank_files(folder: StoragePath) -> dict[Coord, RankFile]:
 
 
 def others(folder: StoragePath) -> str:
-    """What else there is to read where the folder of an iteration is not whole; or ""."""
+    """What else could be read if an iteration's folder is not complete; or ""."""
     have = [c.name for c in iterations(folder.parent) if c != folder]
     if not ITERATION.fullmatch(folder.name) or not have:
         return ""
@@ -196,7 +196,7 @@ def _weights_file(folder: StoragePath) -> StoragePath | None:
 
 
 def _check_files(folder: StoragePath, ranks: list[StoragePath]) -> None:
-    """Every rank folder has its weights; all that lack them are named."""
+    """Check that every rank folder has its weights; the error names all that lack them."""
     faults = []
     for child in ranks:
         if _weights_file(child) is None:
@@ -334,7 +334,7 @@ def _check_set(folder: StoragePath, ranks: Mapping[Coord, RankFile]) -> None:
 
 
 def _exchanged(ranks: Mapping[Coord, RankFile]) -> list[str]:
-    """What files say of their own rank, against the folders that they lie in.
+    """Compare the rank that each file says with its folder.
 
     Megatron-LM counts tensor ranks first and pipeline ranks last. Its convert.py, and older
     outputs of ours, say 0 in every file: then they say nothing.
@@ -388,7 +388,7 @@ def recorded(path: StoragePath, folder: StoragePath) -> dict[str, tuple[int, str
 
 
 def forget(result: Checkpoint, unneeded: Iterable[StoragePath]) -> None:
-    """Drop what is recorded of files that nobody asks for: they may be gone."""
+    """Drop the records of files that are not needed: they may be gone."""
     names = {str(file) for file in unneeded}
     result.digests = {
         name: row for name, row in result.digests.items() if str(result.path / name) not in names
@@ -396,7 +396,7 @@ def forget(result: Checkpoint, unneeded: Iterable[StoragePath]) -> None:
 
 
 def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
-    """Files that travel with the weights (config, tokenizer), and notes on those that do not."""
+    """Files that are copied with the weights (config, tokenizer), and notes on those that are not."""
     sides, accelerate, rest = [], [], []
     found: list[SideFile] = []  # in a folder of their own
     own = {TRACKER, CHECKSUMS, "progress.txt", *FILES, FLAT}

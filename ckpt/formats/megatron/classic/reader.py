@@ -137,7 +137,7 @@ class _Reader:
             raise CheckpointError(f"{self.path}: {error}") from error
 
     def _packing(self) -> dict[str, str]:
-        """How query, key and value rows are packed: as the version says, or the user."""
+        """How query, key and value rows are packed, from the version or from the user."""
         version, sizes = int(self.first.version), self.model.sizes
         if version < 2 and sizes["g"] != sizes["n"] and "qkv" not in self.options.layout:
             raise CheckpointError(
@@ -243,7 +243,7 @@ class _Reader:
         return bool(reason)
 
     def _is_shared(self, name: str) -> bool:
-        """Whether Megatron keeps a bucket of its own for it: a tied table on two stages."""
+        """Whether Megatron has a separate bucket for it: a tied embedding on two stages."""
         tied = "tie_word_embeddings" in self.model.flags and self.pp > 1
         return tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
 

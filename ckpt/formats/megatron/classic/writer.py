@@ -2,7 +2,7 @@
 
 The layout of files is reader.py's. Weights have the local spec's names (TransformerEngine's
 where the source was trained with it), numbered within each virtual stage. The optimizer is the
-plain one, or flat buffers where the target's is sharded over data-parallel ranks.
+plain one, or flat buffers if it is sharded over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_laye
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _MAX_SCALE = 3.4028234663852886e38  # of float32
 _HYSTERESIS = 2  # Megatron-LM's own default
-# what Megatron-LM's optimizer says of a group where the source says nothing
+# hyperparameters of a group that the source does not have: Megatron-LM's
 _STEP_IN = {"fused": "groups", "torch": "state"}  # an Adam -> where it keeps its step
 _GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
 _GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -106,7 +106,7 @@ class Designer:
             run_state.say_what_is_lost(self.state, self.notes)
 
     def _check_stages(self) -> None:
-        """Only splits that args can say."""
+        """Refuse splits of layers that args cannot say."""
         counts = [[len(c) for c in chunks] for chunks in self.stages]
         flat = [n for row in counts for n in row]
         uneven = len(set(flat)) > 1
@@ -122,7 +122,7 @@ class Designer:
         self.uneven = tuple(flat) if uneven else None
 
     def _check_adam(self) -> None:
-        """An Adam that can load this form of the optimizer; a note where none was named."""
+        """An Adam that can load this form of the optimizer; a note if the user named none."""
         adam, plain = self.request.adam, not self.target.sharded
         if adam is not None and adam not in _STEP_IN:
             raise CheckpointError(f"--adam {adam!r}: known are {', '.join(_STEP_IN)}")
@@ -178,7 +178,7 @@ class Designer:
         return any(state in _MOMENTS for state in self.states)
 
     def contents(self) -> str:
-        """What of a run is not in the files."""
+        """Which parts of a run are not in the files."""
         if self.target.step is None:
             return "a release: Megatron-LM loads its weights and begins a run at iteration 0"
         if not self.states:
@@ -259,7 +259,7 @@ class Designer:
             self._flat(coord, folder / FLAT, rows)
 
     def _number(self, coord: Coord) -> int:
-        """The rank of Megatron-LM's that writes this file: the first of its data-parallel ones."""
+        """The rank of Megatron-LM that would write this file: the first of its data-parallel ranks."""
         at = dict(coord)
         return at["tp"] + at["pp"] * self.tp * self.target.dp
 
@@ -284,7 +284,7 @@ class Designer:
     # --- optimizer ---------------------------------------------------------------------------
 
     def groups(self) -> tuple[list[dict[str, object]], int | None, str]:
-        """Hyperparameters of each group, the step, and where it stands."""
+        """Hyperparameters of each group, the step, and its place."""
         groups, step, step_in = self._groups_of_source()
         adam = self.request.adam
         return groups, step, step_in if adam is None else _STEP_IN[adam]
@@ -364,9 +364,9 @@ class Designer:
     def scaler(self) -> dict[str, object]:
         """The loss scale under ``grad_scaler``, as megatron-core's own state_dict has it.
 
-        A dynamic one is a float32 tensor of shape [1], which is moved to a device as such, and two
-        counters, each of which is asked for; a constant one has no state. Nothing where the source
-        has none: Megatron-LM then starts with its own.
+        A dynamic one is a float32 tensor of shape [1] and two counters; Megatron-LM needs all
+        three. A constant one has no state. Empty if the source has none: Megatron-LM then starts
+        its own.
         """
         saved = self.saved.get("optimizer")
         table = saved.get("grad_scaler") if isinstance(saved, dict) else None

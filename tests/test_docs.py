@@ -45,6 +45,7 @@ OTHERS = {
     "Megatron-LM": "--ckpt-format --no-load-rng --no-load-optim --finetune "
     "--override-opt_param-scheduler --use-checkpoint-args --norm-epsilon "
     "--rotary-seq-len-interpolation-factor",
+    "make torture": "--into --minutes --only --part --report --seeds --state",
     "accelerate launch": "--use_megatron_lm --config_file",
 }
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")

@@ -81,7 +81,7 @@ def _notes(request: WriteRequest) -> list[str]:
 
 
 def _split(metas: Mapping[str, TensorMeta], limit: int | None) -> list[list[str]]:
-    """Consecutive tensors in groups of at most ``limit`` bytes; a larger tensor is a group alone."""
+    """Consecutive tensors in groups of at most ``limit`` bytes; a larger one is a group alone."""
     groups: list[list[str]] = [[]]
     size = 0
     for fqn, meta in metas.items():

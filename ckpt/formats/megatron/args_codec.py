@@ -35,7 +35,7 @@ def encode(value: object) -> object:
 
 
 def encode_plain(value: object) -> object:
-    """The same, only for numbers, flags, texts and containers of them; raises Unknown for others."""
+    """The same, only for numbers, flags, texts and their containers; raises Unknown for others."""
     return _Encoder(plain=True).value(value, 0)
 
 

@@ -396,7 +396,7 @@ def forget(result: Checkpoint, unneeded: Iterable[StoragePath]) -> None:
 
 
 def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
-    """Files that are copied with the weights (config, tokenizer), and notes on those that are not."""
+    """Files that are copied with the weights (config, tokenizer), and notes on others."""
     sides, accelerate, rest = [], [], []
     found: list[SideFile] = []  # in a folder of their own
     own = {TRACKER, CHECKSUMS, "progress.txt", *FILES, FLAT}

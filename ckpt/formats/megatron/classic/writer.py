@@ -259,7 +259,7 @@ class Designer:
             self._flat(coord, folder / FLAT, rows)
 
     def _number(self, coord: Coord) -> int:
-        """The rank of Megatron-LM that would write this file: the first of its data-parallel ranks."""
+        """The rank of Megatron-LM that would write this file: its first data-parallel one."""
         at = dict(coord)
         return at["tp"] + at["pp"] * self.tp * self.target.dp
 

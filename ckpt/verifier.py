@@ -182,6 +182,9 @@ def _compare_function(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> 
         for name, (one, other) in contradictions(says[0], says[1]).items():
             text = f"{_short(one)} in {left.path}, {_short(other)} in {right.path}"
             verdict.add("config", name, f"config: {name}: {text}")
+        lone = sorted({*says[0]} ^ {*says[1]})
+        if lone:
+            verdict.notes.append(f"config keys of one side only, not compared: {', '.join(lone)}")
 
 
 def _settings(ckpt: Checkpoint) -> Settings | None:

@@ -254,6 +254,15 @@ def test_a_changed_config_is_named(name, changes, part, made, tmp_path):
     assert line.startswith(part)
 
 
+def test_a_config_key_of_one_side_is_said(made, tmp_path):
+    """No family here looks at it, so that it is no difference; code of the model's own might."""
+    b = copy_of(made, "hf", tmp_path)
+    _json(b / "config.json", logits_scaling=8.0)
+    verdict = verify(made["hf"], b, run=QUIET)
+    assert verdict.same
+    assert "config keys of one side only, not compared: logits_scaling" in verdict.notes
+
+
 def test_a_changed_arg_of_megatron_is_named(made, tmp_path):
     """Without a config.json args alone say what the model is."""
     a = Path(shutil.copytree(made["megatron"], tmp_path / "a"))

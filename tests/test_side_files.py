@@ -324,3 +324,10 @@ def test_json_of_the_source_is_never_named_twice(home):
     edit_json(home / "hf/config.json", torch_dtype="float32")
     merge("hf", "out", dtype="bf16")
     assert json.loads((home / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_what_is_no_regular_file_stays_behind_and_is_named(home):
+    os.mkfifo("hf/pipe")
+    report = merge("hf", "out")
+    assert "not copied, no regular file: pipe" in report.notes
+    assert "pipe" not in content(home / "out")

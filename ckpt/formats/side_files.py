@@ -120,8 +120,10 @@ def _sort(
         what = path.stat()
         if what is None:
             raise CheckpointError(f"{path}: leads to no file")
-        if what.kind == FILE:
-            found.sides.append(SideFile(name, str(path)))
+        if what.kind != FILE:
+            found.leave("no regular file", name)
+            return
+        found.sides.append(SideFile(name, str(path)))
 
 
 # Names of weights: a copy would be read in place of the output's weights.

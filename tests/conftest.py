@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Examples read and write files: how long one takes says nothing on a busy machine.
-settings.register_profile("shardwright", deadline=None)
+settings.register_profile(
+    "shardwright", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shardwright")
 
 # Checkpoints written by other tools. They are too large for the repository and lie beside it.

@@ -289,7 +289,7 @@ def rank_main(rank: int, world: int, jobs: Sequence[Job], output: Path) -> None:
         layout["tp"],
         layout["pp"],
         layout["vpp"] if layout["vpp"] > 1 else None,
-        distributed_timeout_minutes=3,
+        distributed_timeout_minutes=10,
     )
     model_parallel_cuda_manual_seed(1)
     for job in jobs:

@@ -141,7 +141,7 @@ def test_a_hugging_face_folder_opens_as_the_same_mapping(hf, trained):
         assert np.array_equal(of_hf[name][:], of_shards[name][:])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_slices_read_what_numpy_would_give_from_the_whole(trained, data):
     """Packed q rows, gate rows cut over ranks, padded vocabulary, norms: any box of each."""

@@ -119,7 +119,9 @@ def _launches(place: Path) -> dict[str, Ended]:
     found["killed"] = Launch(
         Run("killed", options=TP2PP2, fault="killed while saving"), place
     ).end()
-    found["refused"] = Launch(REFUSED["a checkpoint of a shallower model"][0], place).end()
+    refused, _ = REFUSED["a checkpoint of a shallower model"]
+    refused = dataclasses.replace(refused, fault="is patient")
+    found["refused"] = Launch(refused, place).end()
     return found
 
 

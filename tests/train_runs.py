@@ -613,6 +613,14 @@ def _comes_late() -> None:
     _patch(loop.Trainer, "_one_step", patched)
 
 
+def _is_patient() -> None:
+    """Ranks but the first leave its error to it however long it takes, not for ten seconds."""
+    from shardwright.tools import train_ckpt
+
+    sleep = time.sleep
+    _patch(train_ckpt, "time", argparse.Namespace(sleep=lambda seconds: sleep(2 * LONG_S)))
+
+
 def _holds_still() -> None:
     """No rank takes another step after the first."""
     _before_step(1, int(os.environ["RANK"]), lambda trainer: time.sleep(2 * LONG_S))
@@ -761,6 +769,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "stays away": _stays_away,
     "comes late": _comes_late,
     "holds still": _holds_still,
+    "is patient": _is_patient,
     "slow data": _slow_data,
     "slow forward": _slow_forward,
     "slow network": _slow_network,

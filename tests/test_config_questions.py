@@ -295,7 +295,11 @@ REFUSED = {
     TWO + " --machine-rank 2": ["machine_rank 2", "count from 0"],
     "--machine-rank 1": ["--machine-rank", "--num-machines is 1"],
     "--sequence-parallel yes": ["--sequence-parallelism", "--tp is 1"],
-    "--recompute-method block": ["--recompute-method", "--recompute full alone", "it is none"],
+    "--recompute-method block": [
+        "--recompute-method",
+        "only works with --recompute full",
+        "it is none",
+    ],
     "--recompute most": ["--recompute most", "none, selective, full"],
     "--tp two": ["--tp-degree two", "whole number"],
     "--tp 0": ["--tp-degree 0", "at least 1"],

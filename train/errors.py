@@ -13,7 +13,7 @@ WAITED_IN_VAIN = 76  # exit code of a rank that waited for another one for too l
 
 
 class TrainError(ValueError):
-    """A training run that cannot be set up, or cannot go on, as asked."""
+    """A training run that cannot start or continue as asked."""
 
 
 class LostRank(RuntimeError):
@@ -25,7 +25,7 @@ class LostRank(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A phrase that names the known name nearest to ``name``."""
+    """A phrase with the known name that is most similar to ``name``."""
     near = difflib.get_close_matches(name, list(known), 1, 0.3)
     return f"; the nearest is {near[0]}" if near else ""
 

@@ -1,6 +1,6 @@
-"""The YAML that ``accelerate config`` writes: which keys it may have, and what they say.
+"""The YAML that ``accelerate config`` writes: its keys and their meaning.
 
-Imports yaml only where a file is read.
+Imports yaml only when a file is read.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from .values import Values
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of train-ckpt, and key of its YAML."""
+    """One option of train-ckpt, which is also a key of its YAML."""
 
     values: Values
     help: str
     default: object = None
-    field: str = ""  # the plugin field that it stands for, whose default is the option's
+    field: str = ""  # the plugin field with the same meaning; it has the same default
     metavar: str | None = None
     group: str = "training"
 
@@ -51,7 +51,7 @@ def _of_field(
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
 ) -> Option:
-    """The option that stands for a plugin field, with the field's bounds and default."""
+    """The option for a plugin field, with the field's bounds and default."""
     use = FIELDS[field]
     found, kind = choices or use.values.choices, use.values.kind
     return _option(
@@ -60,7 +60,7 @@ def _of_field(
     )  # fmt: skip
 
 
-# Where a help text names no default, the table's is added to it.
+# If a help text names no default, the table's is added to it.
 OPTIONS: dict[str, Option] = {
     "model": _option(
         "str", "a Hugging Face model folder, or a config.json to start from",
@@ -108,13 +108,14 @@ OPTIONS: dict[str, Option] = {
     "num_machines": _option("int", "machines (default: 1)", group="layout", least=1),
     "machine_rank": _option("int", "this machine's number, from 0", group="layout", least=0),
     "main_process_ip": _option(
-        "str", "address of machine 0, where all meet", metavar="HOST", group="layout"
+        "str", "address of machine 0, to which all connect", metavar="HOST", group="layout"
     ),
     "main_process_port": _option(
         "int", "its port (default: 29500)", group="layout", least=1, most=65535
     ),
     "rdzv_backend": _option(
-        "str", "how machines meet (default: static)", group="layout", choices=("static", "c10d")
+        "str", "how machines find each other (default: static)", group="layout",
+        choices=("static", "c10d"),
     ),
     "timeout_minutes": _option(
         "int", "how long a collective waits for other ranks (default: 10)", group="layout", least=1
@@ -127,7 +128,7 @@ OPTIONS: dict[str, Option] = {
     "optimizer": _option(
         "str", "which optimizer", "adamw", choices=("adamw", "adam", "sgd")
     ),
-    "lr": _option("float", "the highest learning rate", 1e-4, least=0),
+    "lr": _option("float", "the peak learning rate", 1e-4, least=0),
     "lr_decay_style": _of_field("lr_decay_style", "how the learning rate falls"),
     "lr_warmup_steps": _of_field(
         "lr_warmup_iters", "steps over which the learning rate rises (default: 0)"
@@ -157,7 +158,7 @@ OPTIONS: dict[str, Option] = {
         group="saving",
     ),
     "overwrite": _option(
-        "bool", "replace another run in SAVE_DIR once this one has saved", False, group="saving"
+        "bool", "replace another run in SAVE_DIR after this one has saved", False, group="saving"
     ),
     "verify_source": _option(
         "bool", "check the checksums that a checkpoint records before it is loaded", True,

@@ -1,8 +1,7 @@
 """The fields of Accelerate's ``MegatronLMPlugin``: what each does here, or why it is refused.
 
 Every field of Accelerate 1.15's plugin is here under the same name and with the same default. A
-refused field raises as soon as it gets another value than its default, so that none is silently
-ignored.
+refused field is an error if it gets another value than its default, so none is silently ignored.
 
 One default differs: ``context_parallel_size`` is 1, where Accelerate's 2 doubles the processes that
 are needed. And some defaults count only when they are given: the recompute settings ("full",
@@ -20,7 +19,7 @@ from .values import Values
 
 @dataclass(frozen=True, slots=True)
 class FieldUse:
-    """What becomes of one field, argument or key."""
+    """What happens to one field, argument or key."""
 
     use: Literal["used", "refused"]
     values: Values

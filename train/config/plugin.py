@@ -1,4 +1,4 @@
-"""``MegatronLMPlugin``: what a script says to Accelerate about Megatron, field by field.
+"""``MegatronLMPlugin``: a script's settings for Megatron, with Accelerate's fields.
 
 A value comes from the constructor, else from the environment (``MEGATRON_LM_TP_DEGREE``), else
 from the ``megatron_lm_config`` of the Accelerate YAML that ``ACCELERATE_CONFIG_FILE`` names. The
@@ -118,7 +118,7 @@ class MegatronLMPlugin:
     def resolved(
         cls, sources: Sequence[Sourced], file: AccelerateFile | None = None
     ) -> MegatronLMPlugin:
-        """A plugin from these sources alone, the first having the last word."""
+        """A plugin from these sources; earlier ones override later ones."""
         made = cls.__new__(cls)
         made.file = file
         made._take(sources)
@@ -205,7 +205,7 @@ def environment(environ: Mapping[str, str]) -> Sourced:
     """What ``MEGATRON_LM_*`` variables say; one that is nearly a field's name is an error."""
     names = {ENV + name.upper(): name for name in FIELDS}
     unknown = [v for v in environ if v.startswith(ENV) and v not in names]
-    # A variable of another program (MEGATRON_LM_PATH) is no fault; a slip of the pen is.
+    # A variable of another program (MEGATRON_LM_PATH) is no fault; a typo is.
     slips = [(v, difflib.get_close_matches(v, names, 1, 0.9)) for v in unknown]
     raise_faults(
         "environment", [f"{v} is not known; did you mean {near[0]}?" for v, near in slips if near]

@@ -1,10 +1,10 @@
-"""The questions of ``train-ckpt config``, and the Accelerate YAML that their answers make.
+"""The questions of ``train-ckpt config``, and the Accelerate YAML made from the answers.
 
-An answer comes from a flag, else from a file that is read first, else from who is asked, or where
-nobody is, from the default. The file is the one that ``accelerate config`` writes for Megatron-LM
+An answer comes from a flag, else from a file that is read first, else from the user, or if nobody
+is asked, from the default. The file is the one that ``accelerate config`` writes for Megatron-LM
 (``distributed_type: MEGATRON_LM`` and ``megatron_lm_*`` keys), so that ``accelerate launch``,
-scripts and ``train-ckpt`` all read it. Before it is written it is read back as a run would read
-it, so that whatever a run would refuse is refused here. Imports neither torch nor, until a file
+scripts and ``train-ckpt`` all read it. Before it is written, it is read as a run would read it, so
+what a run would refuse is refused here. Imports neither torch nor, until a file
 is read or written, yaml.
 """
 
@@ -75,7 +75,7 @@ QUESTIONS: tuple[Question, ...] = (
         "main_process_port", "Port on machine 0", Values("int", 1, 65535), lambda a: PORT, _several
     ),
     Question(
-        "rdzv_backend", "How machines meet: static, or c10d, which needs no numbering",
+        "rdzv_backend", "How machines find each other: static, or c10d, which needs no numbers",
         Values("str", choices=("static", "c10d")), lambda a: "static", _several,
     ),
     Question(
@@ -195,7 +195,7 @@ def _pointless(name: str, answers: Answers) -> str:
     if name == "sequence_parallelism":
         return f"{flag} needs several tensor-parallel ranks, --tp is 1; drop it or raise --tp"
     if name.startswith("recompute_"):
-        return f"{flag} means something to --recompute full alone, it is {answers[RECOMPUTE]}"
+        return f"{flag} only works with --recompute full, it is {answers[RECOMPUTE]}"
     return f"{flag} needs several machines, --num-machines is {answers['num_machines']}"
 
 
@@ -336,7 +336,7 @@ def summary(config: TrainConfig) -> list[str]:
 
 
 def refuse_to_replace(path: Path, read: str | None) -> str | None:
-    """Why an existing file should not be replaced unasked; None where nothing is lost."""
+    """Why an existing file must not be replaced without asking; None if nothing is lost."""
     if not path.exists() or (read is not None and path.samefile(read)):
         return None
     engine = read_yaml(str(path)).get("distributed_type", "no distributed_type")
@@ -344,7 +344,7 @@ def refuse_to_replace(path: Path, read: str | None) -> str | None:
 
 
 def write(made: Mapping[str, Any], path: Path, remarks: Sequence[str] = ()) -> None:
-    """Write the YAML whole or not at all; ``remarks`` are lines of comment before it."""
+    """Write the whole YAML or nothing; ``remarks`` are lines of comment before it."""
     yaml = import_yaml(str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f"# {line}\n" for line in remarks) + yaml.safe_dump(dict(made))

@@ -1,8 +1,8 @@
-"""``TrainConfig``: everything that the trainer is told, from a script's plugin or a command line.
+"""``TrainConfig``: all settings of the trainer, from a script's plugin or a command line.
 
-Two ways lead here: ``from_plugin.from_plugin`` from a ``MegatronLMPlugin``, and
-``from_options.from_options`` from ``train-ckpt``'s options. Derived sizes and every contradiction
-between values are settled in ``checks``, once, and reported together. Imports no torch.
+It is made by ``from_plugin.from_plugin`` from a ``MegatronLMPlugin``, or by
+``from_options.from_options`` from ``train-ckpt``'s options. ``checks`` computes sizes, finds every
+contradiction between values and reports all together. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Parallelism:
         return self.tp * self.pp
 
     def stages(self, num_layers: int) -> tuple[int, ...] | None:
-        """Layers of each stage; None where they are even."""
+        """Layers of each stage; None if they are even."""
         if self.pp_layers is not None or self.last_stage_layers is None:
             return self.pp_layers
         rest, others = num_layers - self.last_stage_layers, self.pp - 1
@@ -135,7 +135,7 @@ class Data:
     eval_interval: int = 1000  # steps
     eval_iters: int = 100  # steps of one evaluation
     eod_mask_loss: bool = False
-    per_token_loss: bool = True  # mean over the batch's tokens, else over micro-batches' means
+    per_token_loss: bool = True  # mean over the batch's tokens; if false, over micro-batches' means
     consumed_samples: tuple[int, int, int] = (0, 0, 0)  # to skip in each loader
     smallest_loader: bool = True  # of several loaders' batch sizes the smallest is the micro-batch
 
@@ -148,7 +148,7 @@ class Saving:
     save_interval: int | None = None  # steps; None: at the end only
     keep_last: int | None = None  # None: all
     resume: str | None = None  # LATEST, or a checkpoint's folder
-    overwrite: bool = False  # another run's results in save_dir give way to this one's
+    overwrite: bool = False  # replace another run's results in save_dir
     save_optimizer: bool = True
     load_optimizer: bool = True
     verify_source: bool = True  # check the recorded checksums of what is loaded
@@ -161,7 +161,7 @@ class Model:
     path: str | None = None  # a Hugging Face folder or a config.json
     attention_dropout: float | None = None  # None: the model's own
     hidden_dropout: float | None = None
-    rotary: bool | None = None  # what the user says the positions are; None: nothing said
+    rotary: bool | None = None  # what the user says about positions; None: nothing
     return_logits: bool = False
     vocab_multiple: int = 128  # the vocabulary is padded to a multiple of this times tp
     expected: Mapping[str, Any] = field(default_factory=dict)  # see `check_expected`
@@ -179,7 +179,7 @@ class Hooks:
 
 @dataclass(frozen=True, slots=True)
 class Logging:
-    """What is logged beside metrics.jsonl and the progress bar."""
+    """What is logged besides metrics.jsonl and the progress bar."""
 
     tensorboard_dir: str | None = None  # None: below SAVE_DIR, if there is one
     params_norm: bool = False
@@ -187,7 +187,7 @@ class Logging:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Processes and machines. None: not said."""
+    """Processes and machines; None: not given."""
 
     nproc: int | None = None  # on this machine
     num_machines: int = 1
@@ -218,14 +218,14 @@ class TrainConfig:
     logging: Logging = field(default_factory=Logging)
     launch: Launch = field(default_factory=Launch)
     world_size: int = 1  # processes of all machines
-    steps: int | None = None  # optimizer steps of the whole training, if anyone said
+    steps: int | None = None  # optimizer steps of the whole training, if given
     seed: int = 1234
-    notes: tuple[str, ...] = ()  # lines for the user: what was outranked or has no effect
+    notes: tuple[str, ...] = ()  # lines for the user: what was overridden or has no effect
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model bounds the settings; its heads and widths are `model.build`'s to check."""
+    """Properties of a model that limit the settings; `model.build` checks heads and widths."""
 
     name: str  # for messages
     num_layers: int

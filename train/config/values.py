@@ -1,4 +1,4 @@
-"""The kinds of values that settings take, and which of several sources has the last word.
+"""The kinds of values that settings take, and which of several sources counts.
 
 Imports neither torch nor yaml.
 """
@@ -118,7 +118,7 @@ class Entry(Protocol):
 
     @property
     def default(self) -> object:
-        """What it is when nobody says."""
+        """Its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Resolved:
     """The outcome of several sources."""
 
     values: dict[str, Any]
-    origins: dict[str, str]  # of the values that somebody gave
+    origins: dict[str, str]  # of the values that were given
     overruled: list[str]  # a line for each value that another source outranked
     faults: list[str]
 

@@ -26,13 +26,13 @@ from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 from .layout import checkpoint_bytes, fits, layout, local_ranks
 from .nvidia_smi import Machine, look
 
-WRITE_BYTES, WRITE_SECONDS = 256 * 2**20, 5.0  # the most that the disk's trial writes and lasts
+WRITE_BYTES, WRITE_SECONDS = 256 * 2**20, 5.0  # limits of the disk's trial
 SLOW_DISK = 200e6  # bytes per second
 TESTED = {"torch": ((2, 6), None), "megatron-core": ((0, 16), (0, 17))}  # from, below
 
 
 def versions() -> list[Finding]:
-    """Packages, and whether they are ones that the trainer works with."""
+    """Packages, and whether the trainer works with their versions."""
     names = ("torch", "megatron-core", "transformers", "accelerate", "numpy", "safetensors")
     found = {name: _version(name) for name in names}
     shown = ", ".join(f"{name} {version or 'absent'}" for name, version in found.items())

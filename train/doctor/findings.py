@@ -1,7 +1,7 @@
-"""A finding: one fact about a run, and what to do where it is bad.
+"""A finding: one fact about a run, and what to do if it is bad.
 
-``train-ckpt doctor`` makes findings before a run of what it can foresee, the training loop of what
-it measured; both print the same fixes. Imports nothing heavy.
+``train-ckpt doctor`` makes findings before a run, the training loop from its measurements; both
+print the same fixes. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact, and what to do where it is bad."""
+    """One fact, and what to do if it is bad."""
 
     level: str  # ok, note, warning (slow or risky) or problem (it will fail)
     subject: str  # a word or two

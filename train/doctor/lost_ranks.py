@@ -1,4 +1,4 @@
-"""What an error of a collective says of ranks that are gone or do not come."""
+"""Recognises errors of collectives that mean that another rank is gone or does not come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LATE = re.compile(r"Timed out waiting (\d+)ms|caught collective operation timeo
 
 
 def lost(error: BaseException, minutes: float, where: str = "") -> LostRank | None:
-    """What an error of a collective means, where it means that another rank is missing.
+    """A LostRank if an error of a collective means that another rank is missing, else None.
 
     ``minutes`` is the time that a collective waits, ``where`` the step and phase of this rank.
     """
@@ -29,7 +29,7 @@ def lost(error: BaseException, minutes: float, where: str = "") -> LostRank | No
 
 
 def hang(minutes: float | None = None) -> str:
-    """What to do where ranks waited for another one in vain; lines, each after a line break."""
+    """What to do if ranks waited for another one too long; lines, each after a line break."""
     longer = f"--timeout-minutes {3 * minutes:g}" if minutes else "a larger --timeout-minutes"
     fixes = (
         "look for the first error above: one rank may have failed while the others waited",

@@ -15,7 +15,7 @@ from ..config.schema import TrainConfig
 from ..errors import TrainError
 from .topology import Topology, parse
 
-Runner = Callable[[Sequence[str]], "str | None"]  # a program's output, or None where it fails
+Runner = Callable[[Sequence[str]], "str | None"]  # a program's output, or None if it fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Machine:
 
 
 def run_program(command: Sequence[str]) -> str | None:
-    """A program's output; None where it is absent, fails or takes longer than 30 s."""
+    """A program's output; None if it is absent, fails or takes longer than 30 s."""
     try:
         done = subprocess.run(
             list(command), capture_output=True, text=True, timeout=30, check=False

@@ -2,8 +2,8 @@
 
 The matrix has a column per device and names each link by the slowest part on the way: ``NV#`` for
 # bonded NVLinks (through NVSwitch too), else what PCIe traffic crosses. Tensor parallelism
-exchanges activations twice per layer and direction, so that only NVLink carries it without being
-waited for. Imports nothing heavy.
+exchanges activations twice per layer and direction; only NVLink is fast enough for that. Imports
+nothing slow.
 """
 
 from __future__ import annotations

@@ -574,11 +574,18 @@ def _wait_briefly(when: int, seconds: float) -> None:
 
     timeout, wait = datetime.timedelta(seconds=seconds), dist.Work.wait
 
+    def briefly(work, *given):
+        """What one rank sends another keeps the time with which the two were connected."""
+        try:
+            work.get_future()  # collectives have one
+        except RuntimeError:
+            given = (timeout,)
+        return wait(work, *given)
+
     def shorten(trainer):
         for group in c10d._world.pg_map:
             c10d._set_pg_timeout(timeout, group)
-        # what one rank sends to another keeps the time with which the two were connected
-        _patch(dist.Work, "wait", lambda work, given=timeout: wait(work, given))
+        _patch(dist.Work, "wait", briefly)
 
     _before_step(when, int(os.environ["RANK"]), shorten)
 

@@ -657,7 +657,7 @@ def test_the_whole_way_by_commands(hf, cli, tmp_path):
     "how", ["positional", "--checkpoint-dir", "--load-dir", "--load", "cwd", "dot", "link", "slash"]
 )
 def test_the_checkpoint_is_named_in_any_of_these_ways(how, trained, cli, monkeypatch, tmp_path):
-    """DIR is resolved first, so that a default output is a sibling of it."""
+    """A default output is a sibling of DIR, of a link where one was typed."""
     args: list[object] = ["--tp", 1, "--pp", 1, "--quiet"]
     if how == "cwd":
         monkeypatch.chdir(trained)
@@ -673,7 +673,9 @@ def test_the_checkpoint_is_named_in_any_of_these_ways(how, trained, cli, monkeyp
     else:
         args += [trained] if how == "positional" else [how, trained]
     assert cli("reshard", *args).code == 0
-    assert (tmp_path / "checkpoint-1000-tp1-pp1" / "model_tp_0_pp_0.safetensors").is_file()
+    beside = tmp_path / ("elsewhere/link" if how == "link" else "checkpoint-1000")
+    made = beside.with_name(f"{beside.name}-tp1-pp1")
+    assert (made / "model_tp_0_pp_0.safetensors").is_file()
 
 
 def test_merging_inside_a_checkpoint_folder_writes_a_sibling(trained, cli, monkeypatch, tmp_path):

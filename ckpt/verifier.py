@@ -64,7 +64,10 @@ def verify(
         if unread:
             raise CheckpointError(unread)
     left, right = _aligned(left, right, says)
-    return compare_checkpoints(left, right, Tolerance(rtol, atol), weights_only, options)
+    verdict = compare_checkpoints(left, right, Tolerance(rtol, atol), weights_only, options)
+    # what reading said: files that were not read, rows that were kept
+    verdict.notes[:0] = dict.fromkeys([*left.notes, *right.notes])
+    return verdict
 
 
 def compare_checkpoints(

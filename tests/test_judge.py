@@ -254,6 +254,14 @@ def test_a_changed_config_is_named(name, changes, part, made, tmp_path):
     assert line.startswith(part)
 
 
+def test_what_reading_a_side_said_is_said_by_the_comparison(made, tmp_path):
+    b = copy_of(made, "safe", tmp_path)
+    shutil.copy(made["hf"] / "model.safetensors", b)
+    verdict = verify(made["safe"], b, run=QUIET)
+    assert verdict.same
+    assert any("of the format hf, not read" in note for note in verdict.notes), verdict.notes
+
+
 def test_a_config_key_of_one_side_is_said(made, tmp_path):
     """No family here looks at it, so that it is no difference; code of the model's own might."""
     b = copy_of(made, "hf", tmp_path)

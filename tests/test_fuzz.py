@@ -123,8 +123,9 @@ def check(folder):
     if opened is not None:
         json.dumps(describe(opened.checkpoint))
         for fqn in list(opened)[:3]:
-            json.dumps(describe_tensor(opened.checkpoint, fqn))
-            opened[fqn].torch()
+            # torch_dist's headers of tensors are read when a tensor is
+            attempt(lambda fqn=fqn: json.dumps(describe_tensor(opened.checkpoint, fqn)))
+            attempt(opened[fqn].torch)
     attempt(lambda: verify(folder))
     jobs = {
         "shards": lambda out: reshard(folder, out, tp=1, pp=2, run=RunOptions(workers=1)),

@@ -569,20 +569,25 @@ def test_a_scaling_that_args_cannot_say_is_refused(
     source = _hf(tmp_path / "hf", rope_scaling=rope)
     with pytest.raises(CheckpointError) as caught:
         reshard(source, tmp_path / "out", to=to, tp=1, pp=1, run=QUIET)
-    for part in (str(source), says, "--config"):
+    for part in (str(source), says, "--allow-incomplete-args"):
         assert part in str(caught.value)
     assert not (tmp_path / "out").exists()
-    plain = _hf(tmp_path / "plain")
-    options = ReadOptions(config=plain / "config.json")
-    reshard(source, tmp_path / "out", to=to, tp=1, pp=1, read=options, run=QUIET)
+    reshard(source, tmp_path / "out", to=to, tp=1, pp=1, allow_incomplete_args=True, run=QUIET)
 
 
 def test_other_settings_of_a_config_are_said_in_args(tmp_path: Path) -> None:
-    more = {"model_type": "mistral", "sliding_window": 4, "partial_rotary_factor": 0.5}
+    more = {"model_type": "mistral", "sliding_window": 4}
     reshard(_hf(tmp_path / "hf", **more), tmp_path / "out", to="megatron", tp=1, pp=1, run=QUIET)
     args = _args_of(tmp_path / "out")
     assert args.window_size == (3, 0)  # looks back at three tokens beside its own
-    assert args.rotary_percent == 0.5
+    assert args.rotary_percent == 1.0
+
+
+def test_a_part_of_rotated_heads_that_the_family_has_not_is_refused(tmp_path: Path) -> None:
+    """Mistral's own code turns whole heads, whatever the key says."""
+    source = _hf(tmp_path / "hf", model_type="mistral", partial_rotary_factor=0.5)
+    with pytest.raises(CheckpointError, match=r"rotated part of a head 0\.5, which mis"):
+        reshard(source, tmp_path / "out", to="megatron", tp=1, pp=1, run=QUIET)
 
 
 NULLED = {

@@ -69,7 +69,7 @@ def args_for(
         raise CheckpointError(
             f"{origin}: args of Megatron-LM cannot say all of this model, and megatron-core would "
             f"build another one from them: {'; '.join(lacks)}. Pass {ALLOW} to write what args "
-            "can say, and set up the rest by code of your own, or name another config with --config"
+            "can say, and set up the rest by code of your own"
         )
     notes += [f"args lack ({ALLOW}): {row}" for row in lacks]
     if args:  # if they contradict the model, its config was trusted

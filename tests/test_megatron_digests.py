@@ -147,7 +147,7 @@ def test_a_name_that_is_no_path_below_is_refused(golden: Path, tmp_path: Path, n
     (tmp_path / "secret").write_text("1234")
     made = _made(golden, tmp_path, "torch_dist")
     _listing(made, name)
-    with pytest.raises(CheckpointError, match=r"checksums\.json: files names .* no file below"):
+    with pytest.raises(CheckpointError, match=r"checksums\.json: files names .* not a file below"):
         verify(made)
 
 

@@ -121,7 +121,8 @@ def script(name: str) -> str:
 
 def cases(root: Path, layers: int) -> dict[str, Callable[[str], list[str]]]:
     """Label -> command that writes to a given path."""
-    src, binary = str(root / "src"), str(root / "srcbin")
+    src, binary, recorded = str(root / "src"), str(root / "srcbin"), str(root / "srcsum")
+    unchecked = "--no-verify-source"
     reshard, merge = script("reshard"), script("merge-ckpt")
     return {
         "cp -r": lambda out: ["cp", "-r", src, out],
@@ -135,8 +136,16 @@ def cases(root: Path, layers: int) -> dict[str, Callable[[str], list[str]]]:
         "reshard to .bin": lambda out: [
             reshard, src, "--tp", "4", "--pp", "1", "--output", out, "--no-safe-serialization"],
         "merge-ckpt to .bin": lambda out: [merge, src, "--output", out + ".bin"],
-        "reshard .bin -> .bin": lambda out: [
+        "reshard .bin -> .bin, source's CRCs checked": lambda out: [
             reshard, binary, "--tp", "4", "--pp", "1", "--output", out],
+        "reshard .bin -> .bin, not checked": lambda out: [
+            reshard, binary, "--tp", "4", "--pp", "1", "--output", out, unchecked],
+        "reshard, source's digests checked": lambda out: [
+            reshard, recorded, "--tp", "4", "--pp", "1", "--output", out],
+        "reshard of the same, not checked": lambda out: [
+            reshard, recorded, "--tp", "4", "--pp", "1", "--output", out, unchecked],
+        "merge-ckpt, source's digests checked": lambda out: [
+            merge, recorded, "--output", out + ".safetensors"],
         "naive: load, cat, save_file": lambda out: [
             sys.executable, "-c", NAIVE, src, out, str(layers)],
     }  # fmt: skip
@@ -166,7 +175,8 @@ def main() -> None:
         )
         maker.start()
         maker.join()
-        for out, more in (("src", []), ("srcbin", ["--no-safe-serialization"])):
+        forms = {"src": [], "srcbin": ["--no-safe-serialization"], "srcsum": ["--checksum"]}
+        for out, more in forms.items():
             measure([script("reshard"), str(root / "hf"), "--tp", "2", "--pp", "2",
                      "--output", str(root / out), *more])  # fmt: skip
         size = sum(f.stat().st_size for f in (root / "src").iterdir())

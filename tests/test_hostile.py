@@ -771,14 +771,19 @@ def test_json_that_is_no_object_is_refused(path, text, home):
 
 
 def test_state_that_looks_odd_is_kept_as_it_is(home):
-    """kind C is the trainer's; here nothing of it is touched."""
+    """Schedule, cursor and values of groups are the trainer's; nothing of them is touched."""
     state = {"schedule": {"lr": [1e-300, -0.0, 2**70], "\u2603\ud800": None, "deep": [[[[{}]]]]},
-             "data": "text", "param_groups": [{"betas": [0.9, 0.999]}, True]}  # fmt: skip
+             "data": "text", "param_groups": [{"betas": [0.9, 0.999]}, {"odd": True}]}  # fmt: skip
     edit_json(home / "native/checkpoint.json", **state)
     reshard("native", "to/x", tp=1, pp=2)
     said = json.loads(Path("to/x/checkpoint.json").read_text())
     assert {key: said[key] for key in state} == state
     assert verify("native", "to/x").same
+
+
+def test_param_groups_that_are_no_groups_are_refused(home):
+    edit_json(home / "native/checkpoint.json", param_groups=[{"betas": [0.9, 0.999]}, True])
+    rejected(home / "native", "param_groups holds values that are not groups")
 
 
 # --- config.json ------------------------------------------------------------------------------

@@ -328,7 +328,7 @@ def test_all_other_files_travel_byte_for_byte_through_shards_and_back(tmp_path):
         assert sides == {**SIDE_FILES, "config.json": config}
 
 
-def test_the_config_option_replaces_what_its_folder_also_has(tmp_path):
+def test_the_config_option_replaces_what_its_folder_also_has_once_it_is_trusted(tmp_path):
     case = raw("llama", layers=4)
     hf = write_hf(tmp_path / "hf", case, sides=True)
     reshard(hf, tmp_path / "a", tp=2, pp=2, run=QUIET)
@@ -336,14 +336,24 @@ def test_the_config_option_replaces_what_its_folder_also_has(tmp_path):
     newer.mkdir()
     (newer / "config.json").write_text(json.dumps({**case.config, "rope_theta": 500000.0}))
     (newer / "tokenizer.json").write_bytes(b"another")
-    merge(tmp_path / "a", tmp_path / "out", config=newer, run=QUIET)
-    found = files_of(tmp_path / "out")
-    assert json.loads(found["config.json"])["rope_theta"] == 500000.0
-    assert found["tokenizer.json"] == b"another"
-    assert found["chat_template.jinja"] == SIDE_FILES["chat_template.jinja"]
-    assert_same(load_hf(tmp_path / "out"), case.state)
-    merge(tmp_path / "a", tmp_path / "out2", config=newer / "config.json", run=QUIET)
-    found = files_of(tmp_path / "out2")
+    for source in ("hf", "a"):
+        with pytest.raises(
+            CheckpointError, match=r"rope theta is 10000\.0 .* 500000\.0 in .*--trust"
+        ):
+            merge(tmp_path / source, tmp_path / "out", config=newer, run=QUIET)
+    for number, trust in enumerate(("config", "config:rope theta")):
+        read = ReadOptions(config=newer, trust=frozenset({trust}))
+        out = tmp_path / f"out{number}"
+        report = merge(tmp_path / "a", out, read=read, run=QUIET)
+        assert any("rope theta is 10000.0" in line for line in report.notes)
+        found = files_of(out)
+        assert json.loads(found["config.json"])["rope_theta"] == 500000.0
+        assert found["tokenizer.json"] == b"another"
+        assert found["chat_template.jinja"] == SIDE_FILES["chat_template.jinja"]
+        assert_same(load_hf(out), case.state)
+    read = ReadOptions(config=newer / "config.json", trust=frozenset({"config"}))
+    merge(tmp_path / "a", tmp_path / "file", read=read, run=QUIET)
+    found = files_of(tmp_path / "file")
     assert json.loads(found["config.json"])["rope_theta"] == 500000.0
     assert found["tokenizer.json"] == SIDE_FILES["tokenizer.json"]
 
@@ -466,7 +476,7 @@ def test_fp8_weights_without_scales_are_refused(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     state = {**case.state, name: case.state[name].to(torch.float8_e4m3fn)}
     hf = write_hf(tmp_path / "hf", replace(case, state=state))
-    with pytest.raises(CheckpointError, match=rf"{name}: F8_E4M3 without a scale"):
+    with pytest.raises(CheckpointError, match=rf"{name}: F8_E4M3 and no scale: quantized weights"):
         merge(hf, tmp_path / "out", run=QUIET)
 
 

@@ -31,28 +31,34 @@ def find_config(folder: Where, options: ReadOptions) -> StoragePath | None:
     return own if own.is_named() else None  # anything of this name must be a config
 
 
-def check_config(folder: StoragePath, options: ReadOptions) -> None:
+def check_config(folder: StoragePath, options: ReadOptions) -> list[str]:
     """The user's config may add what the folder's config lacks, and must not contradict it.
 
-    CheckpointError names each setting that would change the function, with both values.
+    CheckpointError names each setting that would change the function, with both values. Returns
+    a line for each contradiction that ``--trust`` accepts: the user's config counts.
     """
     own = folder / "config.json"
     given = find_config(folder, options)
     if options.config is None or given is None or given == own or not own.is_file():
-        return
+        return []
     says = []
     for path in (own, given):
         config = load_json(path, finite=False)
         known = families.is_known(config.get("model_type"))
         says.append(settings(config, load_model(path) if known else None))
+    rows = {
+        name: f"{name} is {one!r:.80} in {own}, {other!r:.80} in {given}"
+        for name, (one, other) in contradictions(*says).items()
+    }
+    trusted = {name for name in rows if {"config", f"config:{name}"} & options.trust}
+    fields = " ".join(f"--trust 'config:{name}'" for name in rows if name not in trusted)
     raise_all(
-        (
-            f"{name} is {one!r:.80} in {own}, {other!r:.80} in {given}"
-            for name, (one, other) in contradictions(*says).items()
-        ),
-        "--config describes another model than the checkpoint's own config.json; leave it out, or "
-        "change the checkpoint's own if that is wrong",
+        [row for name, row in rows.items() if name not in trusted],
+        "--config describes another model than the checkpoint's own config.json",
+        hint=f"leave --config out or, if the checkpoint's own is wrong: {fields} (--trust config "
+        "accepts all)",
     )
+    return [f"{rows[name]}: --config is taken (--trust)" for name in rows if name in trusted]
 
 
 def load_model(path: Where, vocab_size: int | None = None) -> Model:
@@ -93,7 +99,10 @@ def with_config(ckpt: Checkpoint, metas: Mapping[str, TensorMeta], dtype: str) -
     changed = []
     for side in ckpt.manifest.side_files:
         if side.name == "config.json":
-            table = json.loads(side.text) if side.text else load_json(side.source, finite=False)
+            if side.text:
+                table = json.loads(side.text)
+            else:
+                table = load_json(ckpt.path.at(side.source), finite=False)
             new = {**table, **_dtype_keys(table, metas, dtype)}
             if ckpt.model is not None and ckpt.model.config.get("vocab_size") != (
                 vocab := ckpt.model.sizes["vocab"]

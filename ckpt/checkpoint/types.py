@@ -31,7 +31,7 @@ class ReadOptions:
     weights_only: bool = False  # leave optimizer files alone
     iteration: int | None = None  # of a folder that holds several
     format: str | None = None  # NAME of a format, if a folder holds two
-    # "config", or "config:FIELD" for one: believed where it contradicts Megatron-LM's args
+    # "config", or "config:FIELD" for one: counts if it contradicts args or the folder's own config
     trust: frozenset[str] = frozenset()
     copy_all: bool = False  # also copy training state and other weights
     follow_links: bool = False  # also copy side files that are links out

@@ -43,11 +43,12 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     _check_options(path, options)
     folder = path if path.is_dir() else path.parent
     config = find_config(folder, options)
-    check_config(folder, options)
+    trusted = check_config(folder, options)
     indices = list(_indices(path))
     _check_plain(config, indices)
     model = _model(config, options)
     result = Checkpoint(path, NAME, Manifest({}, {}), model)
+    result.notes += trusted
     if config is None:
         result.notes.append(
             f"{path}: no config.json, so names and shapes are not checked (--config HF_DIR)"

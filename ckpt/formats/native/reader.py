@@ -83,7 +83,7 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
             f"{path}: has no config.json, so the packing of its rows is unknown; name the folder "
             "of the Hugging Face config with --config"
         )
-    check_config(path, options)
+    trusted = check_config(path, options)
     model = load_model(config, _vocab(path, table, options))
     _check_vocab(path, table, config, model)
     if table.get("family", model.family.name) != model.family.name:
@@ -96,6 +96,7 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     header = _header(path, table, model, indices, shapes, options)
     found = _Reader(path, header, model, names, indices, options).checkpoint()
     filled(found.step, options.iteration, "--iteration", f"{path / CHECKPOINT}: step")
+    found.notes += trusted
     return found
 
 

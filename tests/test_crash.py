@@ -99,6 +99,15 @@ class Job:
         return self.output.parent / f".{self.output.name}.partial"
 
 
+def write_drift(folder):
+    """Native shards of two ranks that do not agree about a norm."""
+    made = case()
+    ranks = independent.stored(made.config, made.state, 2, 1, multiple=4)
+    ranks[1, 0] = {k: x.clone() for k, x in ranks[1, 0].items()}
+    ranks[1, 0]["decoder.layers.2.input_layernorm.weight"][3] = -1
+    independent.write_native(folder, made.config, ranks, multiple=4)
+
+
 # --- SIGKILL ----------------------------------------------------------------------------------
 
 
@@ -176,6 +185,42 @@ def test_a_run_without_resume_starts_over_what_a_killed_one_left(forge, home):
         assert content(job.output) == job.wanted
         assert names(home) == sorted([*job.around, "out"])
         job.clear()
+
+
+def test_killed_while_it_removes_an_older_stage_a_run_is_started_over_by_resume(forge, home):
+    """The journal goes last, and must not speak of files that are gone."""
+    job = Job(forge, home, TO_SHARDS, sync=True)
+    torn = 0
+    for at in range(job.moments):
+        stop_half_way(job)
+        whole = set(names(job.staging))
+        assert job.run(at=at)["code"] == -9
+        left = set(names(job.staging))
+        torn += left != whole
+        again = job.run("--resume")
+        assert again["code"] == 0, again["text"]
+        assert content(job.output) == job.wanted
+        assert names(home) == sorted([*job.around, "out"])
+        job.clear()
+        if left == {JOURNAL}:
+            break
+    assert torn == 4  # with 3, 2, 1 and none of its files left
+
+
+def test_killed_while_it_cleans_up_after_an_error_a_run_is_started_over_by_resume(forge, home):
+    write_drift(home / "drift")
+    words = ("reshard", "drift", "--tp", 2, "--pp", 2, "--workers", 1, "--output", "out")
+    whole = forge.run(*words, sync=True)
+    assert "replicas differ" in whole["text"]
+    torn = 0
+    for at in range(whole["moments"] - 12, whole["moments"]):
+        assert forge.run(*words, sync=True, at=at)["code"] == -9
+        staging = home / ".out.partial"
+        torn += staging.exists() and 0 < len(names(staging)) < 5
+        again = forge.run(*words, "--resume", sync=True)
+        assert "replicas differ" in again["text"]
+        shutil.rmtree(staging, ignore_errors=True)
+    assert torn > 2
 
 
 def test_a_run_leaves_the_stages_of_other_outputs_alone(forge, home):
@@ -388,11 +433,7 @@ def test_resume_is_refused_when_an_outside_config_cuts_heads_elsewhere(forge, ho
 
 def test_replicas_that_differ_are_not_forgotten_by_a_second_resume(forge, home):
     """kind D: the unit that was refused once must be refused again."""
-    made = case()
-    ranks = independent.stored(made.config, made.state, 2, 1, multiple=4)
-    ranks[1, 0] = {k: x.clone() for k, x in ranks[1, 0].items()}
-    ranks[1, 0]["decoder.layers.2.input_layernorm.weight"][3] = -1
-    independent.write_native(home / "drift", made.config, ranks, multiple=4)
+    write_drift(home / "drift")
     for _ in range(3):
         ended = forge.run("merge", "drift", "--output", "out", "--resume", sync=True)
         assert ended["code"] == 1

@@ -87,6 +87,7 @@ class Kills:
         self.older = home
 
     def run(self, seed: int) -> tuple[str, Cost]:
+        self._clear()  # a seed that failed before left its files: they were to be kept
         rng = random.Random(seed)
         way = Way(
             seed % len(JOBS), rng.choice([1, 1, 2]), rng.random() < 0.5, rng.random() < 0.75,
@@ -107,7 +108,6 @@ class Kills:
             self._check(job, way, output, old, wanted)
         self._finish(job, way, output, wanted)
         broken_unless(tree(self.sources[job.source]) == before, "the source was changed")
-        self._clear()
         return ("killed" if kills else "came through") + f": {job.tool}", Cost()
 
     def _run(self, way: Way, job: Job, output: Path, *more: object, at: int = -1) -> dict:
@@ -127,9 +127,9 @@ class Kills:
             self._place_older(way, output)
             ended = self._run(way, job, output)
             broken_unless(ended["code"] == 0, ended["text"])
-            self._moments[way] = ended["moments"]
             found = _seen(job, output)
             broken_unless(self._wanted.setdefault(way.job, found) == found, f"other bytes by {way}")
+            self._moments[way] = ended["moments"]
             self._clear()
         return self._wanted[way.job]
 

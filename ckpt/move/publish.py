@@ -198,9 +198,24 @@ class OutputTransaction:
             # half a line left by a kill would become one with the next
             os.truncate(path, sum(len(line) + 1 for line in lines))
         else:
+            self._void_journal()
             tree.empty(self.path, keep=JOURNAL)  # the journal last: it marks the folder as ours
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._journal = os.open(path, flags, 0o600)
+
+    def _void_journal(self) -> None:
+        """Take back what the journal says, before the files that it speaks of are removed.
+
+        It would outlive them if the run is killed in between, and `--resume` would look for them.
+        Nothing new is written: the disk may be full.
+        """
+        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(self.path / JOURNAL, flags)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def _check_ours(self) -> None:
         """Refuse a folder of this name that no run of this tool made."""
@@ -310,6 +325,8 @@ class OutputTransaction:
         with contextlib.suppress(OSError, CheckpointError):
             self.lock.check()  # if not, the folder belongs to another run
             os.chmod(self.path, 0o700)
+            if not self._is_published():  # else the folder is the replaced output, or has none
+                self._void_journal()
             tree.remove(self.path, keep=JOURNAL)
 
     def _leave(self) -> None:

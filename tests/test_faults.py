@@ -37,7 +37,11 @@ from shardwright.ckpt import (
     reshard,
     verify,
 )
-from shardwright.ckpt.move import executor, files, lock, storage
+from shardwright.ckpt.model.design import OutFile
+from shardwright.ckpt.model.file_layout import FileLayout
+from shardwright.ckpt.move import executor, files, lock, publish, storage
+from shardwright.ckpt.move.kept import kept_fault
+from shardwright.ckpt.move.tree import replace_file
 
 
 @pytest.fixture
@@ -203,6 +207,32 @@ def test_a_look_at_a_lock_or_file_that_fails_is_our_error_and_leaves_no_file_ope
         with failing_calls.watched(name, at, errno.ESTALE), suppress(CheckpointError):
             job("to/out", workers=1, overwrite=True)
         assert len(os.listdir("/proc/self/fd")) == opened, at
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the list of open files")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path, kept: replace_file(path, b"old\n"),
+        lambda path, kept: publish._lines(path),
+        lambda path, kept: kept_fault(kept, []),
+    ],
+    ids=["replaced", "journal", "kept"],
+)
+def test_no_file_stays_open_where_it_cannot_be_looked_at(use, tmp_path):
+    """``os.fdopen`` leaves its file open where it fails: found by ``make torture``."""
+    path = tmp_path / "x"
+    path.write_bytes(b"old\n")
+    kept = OutFile(str(path), FileLayout(4, {}, ((0, b"old\n"),)))
+    with failing_calls.watched() as counts:
+        use(path, kept)
+    opened = len(os.listdir("/proc/self/fd"))
+    assert counts["fstat"] >= 1
+    for at in range(counts["fstat"]):
+        with failing_calls.watched("fstat", at, errno.EIO), suppress(OSError):
+            use(path, kept)
+        assert len(os.listdir("/proc/self/fd")) == opened, at
+        assert path.read_bytes() == b"old\n"
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])

@@ -421,12 +421,13 @@ def raw_zip(records, end=b"", **faults):
         row = {"flags": 0, "method": 0, "size": len(data), "packed": len(data), **dict(*rest)}
         local = {**row, "name": name, **row.pop("local", {})}
         at, crc = row.pop("at", len(body)), zlib.crc32(data)
+        marks = row.get("attributes", 0)
         fields = struct.pack("<3H3L", row["method"], 0, 33, crc, row["packed"], row["size"])
         own = struct.pack("<3H3L", local["method"], 0, 33, crc, local["packed"], local["size"])
         body += struct.pack("<4s2H", b"PK\3\4", 20, local["flags"]) + own
         body += struct.pack("<2H", len(local["name"]), 0) + local["name"] + data
         directory += struct.pack("<4s3H", b"PK\1\2", 20, 20, row["flags"]) + fields
-        directory += struct.pack("<5H2L", len(name), 0, 0, row.get("disk", 0), 0, 0, at) + name
+        directory += struct.pack("<5H2L", len(name), 0, 0, row.get("disk", 0), 0, marks, at) + name
     count = faults.get("count", len(records))
     at, size = faults.get("at", len(body)), faults.get("size", len(directory))
     tail = struct.pack(
@@ -487,6 +488,31 @@ def test_a_storage_whose_headers_are_wrong_is_refused(fault, match, tmp_path):
 )
 def test_a_directory_that_is_wrong_is_refused(faults, match, tmp_path):
     refused(write(tmp_path, [PICKLE, STORAGE], **faults), match)
+
+
+@pytest.mark.parametrize("attributes", [0x10, 0x13, 0x005AB674, 0x4020E19D])
+def test_a_record_with_bytes_that_is_marked_as_a_folder_is_refused(attributes, tmp_path):
+    """torch.load gives what was in memory before: found by ``make torture``."""
+    for at in (0, 1):
+        records = [PICKLE, STORAGE]
+        records[at] = (*records[at], {"attributes": attributes})
+        refused(write(tmp_path, records), "bytes and is marked as a folder")
+
+
+def test_a_storage_whose_name_is_that_of_a_folder_is_refused(tmp_path):
+    pickle = dump_tensors({"a": contiguous("F32", (2, 3), "0/")})
+    path = write(tmp_path, [(b"x/data.pkl", pickle), (b"x/data/0/", bytes(24))])
+    refused(path, "bytes and is marked as a folder")
+
+
+def test_folders_without_bytes_and_other_attributes_are_read(tmp_path):
+    """As programs that pack folders write them."""
+    value = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    storage = (STORAGE[0], value.numpy().tobytes(), {"attributes": 0x81A4002F})
+    folders = [(b"x/data/", b"", {"attributes": 0x41ED0010}), (b"x/", b"")]
+    path = write(tmp_path, [PICKLE, *folders, storage, (b"x/version", b"3\n")])
+    assert same(torch.load(path, weights_only=True)["a"], value)
+    check_file(str(path), {"a": value})
 
 
 def test_bytes_after_the_end_are_refused(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from failing_calls import watched
 from train_helpers import launch
 from train_runs import Launch, Run, _config, make_place
 
@@ -397,6 +398,16 @@ def test_a_count_beyond_any_cluster_is_an_error(flag, capsys):
     argv = ["--params", "7B", *(["--gpus", "8"] if flag != "--gpus" else []), flag, "1" + "0" * 400]
     assert plan_layout.main(argv) == 1
     assert f"{flag} ...: must be at most" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the list of open files")
+def test_a_yaml_that_cannot_be_written_leaves_no_file(tmp_path):
+    """Neither on disk nor open."""
+    opened = len(os.listdir("/proc/self/fd"))
+    with watched("fstat", 0), pytest.raises(OSError, match="Input/output error"):
+        questions.write({"a": 1}, tmp_path / "x.yaml")
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_a_yaml_without_pyyaml_says_what_to_install(tmp_path, monkeypatch):

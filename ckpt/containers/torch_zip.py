@@ -40,6 +40,7 @@ _END = struct.Struct("<4s4H2LH")  # end of the directory
 _END64 = struct.Struct("<4sQ2H2L4Q")  # the same in 64 bits
 _LOCATOR = struct.Struct("<4sLQL")  # where _END64 is
 _ENCRYPTED, _SIZES_FOLLOW = 1, 8  # flag bits; the second: sizes may be 0 in the local header
+_FOLDER = 0x10  # of a row's external attributes, as DOS has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,12 @@ def _rows(archive: _Archive, raw: bytes, stop: int) -> Iterator[_Record]:
             raise archive.fault(
                 f"record {short(name)} is compressed or encrypted, which torch.save never does; "
                 "unpack the archive and save it again with torch.save"
+            )
+        if size and (row[15] & _FOLDER or name.endswith(b"/")):
+            # torch.load reads nothing of a folder: its tensor would be what was in memory before
+            raise archive.fault(
+                f"record {short(name)} has {size} bytes and is marked as a folder; the directory "
+                "is damaged, copy the file again"
             )
         yield _located(archive, name, flags, crc, size, archive.start + header, stop)
 

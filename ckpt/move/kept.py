@@ -64,11 +64,11 @@ def kept_fault(file: OutFile, zeros: Iterable[View]) -> str:
     """
     size = file.layout.size_bytes
     try:
-        fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        opened = tree.open_file(Path(file.path), "rb")
     except OSError as error:
         return error.strerror or "cannot be opened"
-    with os.fdopen(fd, "rb") as opened:
-        info = os.fstat(fd)
+    with opened:
+        info = os.fstat(opened.fileno())
         if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
             return "is a link, or no regular file"
         if info.st_size != size:

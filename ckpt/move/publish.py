@@ -390,10 +390,10 @@ def _inode(path: Path) -> int:
 def _lines(path: Path) -> list[bytes]:
     """The complete lines; a kill may have cut the last one. None if there is no file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = tree.open_file(path, "rb")
     except FileNotFoundError:
         return []
-    with os.fdopen(fd, "rb") as file:
+    with file:
         return file.read().split(b"\n")[:-1]
 
 

@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -108,14 +109,22 @@ def sync_names(folder: Path) -> None:
     sync(Path(os.path.realpath(folder)))
 
 
+def open_file(path: Path, mode: str) -> IO[bytes]:
+    """Python's ``open`` of a binary file, which follows no link and waits for no pipe.
+
+    A file is closed where opening fails half-way; ``os.fdopen`` would leave it open.
+    """
+    how = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | how, 0o666))
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Give a small file new content at once and durably; one process at a time may.
 
     A reader sees the old content or the new one, after a power cut too.
     """
     beside = path.with_name(f".{path.name}.partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
+    with open_file(beside, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

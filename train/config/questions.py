@@ -350,8 +350,8 @@ def write(made: Mapping[str, Any], path: Path, remarks: Sequence[str] = ()) -> N
     text = "".join(f"# {line}\n" for line in remarks) + yaml.safe_dump(dict(made))
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        os.close(handle)
+        Path(partial).write_text(text, encoding="utf-8")
         os.chmod(partial, 0o644)
         os.replace(partial, path)
     except BaseException:

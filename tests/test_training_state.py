@@ -194,3 +194,134 @@ def test_a_step_that_no_run_reaches_is_none(step: float, tmp_path: Path) -> None
     except CheckpointError:
         return
     assert "step" not in found.manifest.state.get("megatron", {}).get("optimizer", {})
+
+
+# --- nothing is changed without a word ----------------------------------------------------------
+
+FORMS: list[dict[str, Any]] = [
+    {"to": to, "tp": 1, "pp": 1, "use_distributed_optimizer": flat}
+    for to in ("megatron", "torch_dist")
+    for flat in (False, True)
+]
+
+
+def _without(group: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in keys}
+
+
+def _written(made: Path, form: dict[str, Any]) -> dict[str, Any]:
+    found = (_classic if form["to"] == "megatron" else _common)(made)
+    optimizer = found["optimizer"]
+    return {**found, "groups": optimizer.get("optimizer", optimizer)["param_groups"]}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_group_that_decays_everything_arrives_as_two_that_decay(form, tmp_path: Path) -> None:
+    source = _native(tmp_path / "native", {**FULL, "param_groups": GROUPS[:1]})
+    report = reshard(source, tmp_path / "made", **form)
+    groups = _written(tmp_path / "made", form)["groups"]
+    assert [(g["wd_mult"], g["weight_decay"]) for g in groups] == [(1.0, 0.5), (0.0, 0.5)]
+    (note,) = [note for note in report.notes if "param_groups" in note]
+    assert "weight_decay 0.5" in note
+    assert "next steps have 0.0" in note
+    differences = verify(source, tmp_path / "made").differences
+    assert [line.partition(":")[0] for line in differences] == ["state data"]
+
+
+HARMED: list[tuple[list[dict[str, Any]], list[float], str]] = [
+    ([GROUPS[0], _without(GROUPS[1], "weight_decay")], [0.5, 0.0],
+     "param_groups[1] has no weight_decay: 0.0"),
+    ([_without(GROUPS[0], "weight_decay")], [0.0, 0.0],
+     "param_groups[0] has no weight_decay: 0.0"),
+    ([GROUPS[0], {**GROUPS[1], "weight_decay": 0.125}], [0.5, 0.0], "0.125 in the source, 0.0 in"),
+    ([*GROUPS, {**GROUPS[1], "lr": 0.75}], [0.5, 0.0], "'lr': 0.75"),
+    ([*GROUPS, {**GROUPS[1], "betas": [0.5, 0.75]}], [0.5, 0.0], "'betas': [0.5, 0.75]"),
+    ([GROUPS[0], {**GROUPS[1], "step": 3}], [0.5, 0.0],
+     "].step: 3 in the source, 7 in"),
+    ([{**GROUPS[0], "lr_mult": 2.0}, {**GROUPS[1], "lr_mult": 1.0}], [0.5, 0.0],
+     "].lr_mult: 2.0 in the source, 1.0 in"),
+    ([{**GROUPS[0], "maximize": True}, GROUPS[1]], [0.5, 0.0],
+     "param_groups[0].maximize: True in the source, False in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "decay", "says"), HARMED)
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+def test_what_two_groups_cannot_hold_is_said(to, groups, decay, says, tmp_path: Path) -> None:
+    source = _native(tmp_path / "native", {**FULL, "param_groups": groups})
+    report = reshard(source, tmp_path / "made", **(form := {"to": to, "tp": 1, "pp": 1}))
+    assert [g["weight_decay"] for g in _written(tmp_path / "made", form)["groups"]] == decay
+    assert [note for note in report.notes if says in note], report.notes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_two_groups_hold_needs_no_word(form, tmp_path: Path) -> None:
+    """In any order, each with its own rate."""
+    groups = [{**GROUPS[1], "lr": 0.125, "eps": 1e-5}, GROUPS[0]]
+    report = reshard(_native(tmp_path / "in", {**FULL, "param_groups": groups}),
+                     tmp_path / "made", **form)  # fmt: skip
+    written = _written(tmp_path / "made", form)["groups"]
+    assert [(g["lr"], g["eps"], g["weight_decay"]) for g in written] == [
+        (0.25, 1e-8, 0.5), (0.125, 1e-5, 0.0)
+    ]  # fmt: skip
+    assert not [note for note in report.notes if "param_groups" in note or "schedule" in note]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_schedule_behind_the_step_stays_behind_both_ways(form, tmp_path: Path) -> None:
+    """Steps whose gradients overflow do not move it."""
+    source = _native(tmp_path / "native", {**FULL, "schedule": {**SCHEDULE, "num_steps": 3}})
+    reshard(source, tmp_path / "made", **form)
+    found = _written(tmp_path / "made", form)["opt_param_scheduler"]
+    assert found["num_steps"] == 24  # samples
+    reshard(tmp_path / "made", tmp_path / "back", to="shards", tp=1, pp=1)
+    table = json.loads((tmp_path / "back" / "checkpoint.json").read_text())
+    assert table["schedule"]["num_steps"] == 3
+
+
+def test_a_schedule_that_megatrons_own_contradicts_is_said(tmp_path: Path) -> None:
+    """Shards that came from Megatron-LM have both."""
+    reshard(_native(tmp_path / "in", FULL), tmp_path / "megatron", to="megatron", tp=1, pp=1)
+    reshard(tmp_path / "megatron", tmp_path / "shards", to="shards", tp=1, pp=1)
+    file = tmp_path / "shards" / "checkpoint.json"
+    table = json.loads(file.read_text())
+    table["schedule"]["lr"] = 0.75
+    table["param_groups"][0]["lr"] = 0.75
+    file.write_text(json.dumps(table))
+    notes = reshard(tmp_path / "shards", tmp_path / "made", to="megatron", tp=1, pp=1).notes
+    assert [n for n in notes if "schedule.lr: 0.75 in the source, 0.25" in n]
+    assert [n for n in notes if "].lr: 0.75 in the source, 0.25" in n]
+
+
+def test_groups_of_different_steps_in_megatrons_files_are_said(tmp_path: Path) -> None:
+    form = {"to": "megatron", "tp": 1, "pp": 1}
+    reshard(_native(tmp_path / "in", FULL), tmp_path / "made", **form)
+    (file,) = (tmp_path / "made").glob("iter_*/mp_rank_00/model_optim_rng.pt")
+    found = torch.load(file, weights_only=False)
+    optimizer = found["optimizer"]
+    optimizer.get("optimizer", optimizer)["param_groups"][1]["step"] = 3
+    torch.save(found, file)
+    for sums in (tmp_path / "made").glob("*.sha256"):
+        sums.unlink()
+    report = reshard(tmp_path / "made", tmp_path / "back", to="shards", tp=1, pp=1)
+    assert [n for n in report.notes if "have done [3, 7] steps; 7, the first's" in n]
+
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"param_groups": [{"step": -1}]}, r"param_groups\[0\]: step -1, not a whole number"),
+    ({"param_groups": [{"step": 7}, {"step": "7"}]}, r"param_groups\[1\]: step '7'"),
+    ({"param_groups": [{"step": 8}]}, r"param_groups\[0\].step is 8, .* of step 7"),
+    ({"schedule": {**SCHEDULE, "num_steps": -1}}, "schedule: num_steps -1"),
+    ({"megatron": {"optimizer": {"step": -1}}}, "megatron.optimizer: step -1"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), IMPOSSIBLE)
+def test_steps_that_no_run_reaches_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        TrainingState.of({"step": 7, **FULL, **change}, "checkpoint.json")
+
+
+def test_an_optimizer_that_left_steps_out_is_right() -> None:
+    groups = ({**GROUPS[0], "step": 6},)
+    assert TrainingState.of({"step": 7, "param_groups": list(groups)}).groups == groups

@@ -55,10 +55,14 @@ class TrainingState:
         if not isinstance(megatron, dict):
             raise CheckpointError(f"{origin}: megatron is a {type(megatron).__name__}, not a table")
         data, samples = table.get("data"), _count(table, "samples", origin)
+        step, schedule = _count(table, "step", origin), table.get("schedule")
+        _check_steps(groups, schedule, step, origin)
+        if isinstance(optimizer := megatron.get("optimizer"), dict):
+            _count(optimizer, "step", f"{origin}: megatron.optimizer")
         return cls(
-            _count(table, "step", origin),
+            step,
             _seen(data, megatron) if samples is None else samples,
-            table.get("schedule"),
+            schedule,
             tuple(groups),
             data,
             megatron,
@@ -110,6 +114,24 @@ def _count(table: Mapping[str, object], key: str, origin: str) -> int | None:
     if value is not None and (type(value) is not int or not 0 <= value < 2**63):
         raise CheckpointError(f"{origin}: {key} {value!r:.80}, not a whole number of at least 0")
     return value
+
+
+def _check_steps(
+    groups: Sequence[Mapping[str, object]], schedule: object, step: int | None, origin: str
+) -> None:
+    """Refuse counts of steps that no run reaches, or that go beyond the checkpoint's own.
+
+    Fewer are right: a step whose gradients overflow is left out by the optimizer and the schedule.
+    """
+    if isinstance(schedule, dict):
+        _count(schedule, "num_steps", f"{origin}: schedule")
+    for i, group in enumerate(groups):
+        done = _count(group, "step", f"{origin}: param_groups[{i}]")
+        if done is not None and step is not None and done > step:
+            raise CheckpointError(
+                f"{origin}: param_groups[{i}].step is {done}, the checkpoint is of step {step}; "
+                "one of them is wrong, correct it"
+            )
 
 
 def _seen(data: object, megatron: Mapping[str, Any]) -> int | None:
@@ -174,8 +196,14 @@ def _groups(
         sorted(({k: g[k] for k in sorted(common & g.keys())} for g in groups), key=repr)
         for groups in (one, two)
     ]
-    distinct = [[g for i, g in enumerate(side) if g not in side[:i]] for side in sides]
-    if distinct[0] != distinct[1]:
+    left = [
+        [g for i, g in enumerate(side) if g not in side[:i] and g not in other]
+        for side, other in (sides, sides[::-1])
+    ]
+    if len(left[0]) == len(left[1]):  # what is the same on both sides is no part of a difference
+        for a, b in zip(*left, strict=True):
+            yield first_apart(f"param_groups[{sides[0].index(a)}]", a, b)
+    else:
         yield first_apart("param_groups", *sides)
 
 

@@ -21,7 +21,7 @@ from ...model.chunk_builder import ChunkBuilder
 from ...model.dtypes import HALF, ITEMSIZE
 from ...model.file_layout import Entry
 from ...model.placement import Placed
-from . import args_codec
+from . import args_codec, param_groups
 from . import optimizer as megatron_optim
 from .classic.files import FLAT, RankFile
 from .masters import differing
@@ -252,12 +252,17 @@ class OptimizerReader:
             return
         lost: list[str] = []
         plain = _plain_groups(rank, groups, where, lost)
+        done = sorted({n for row in plain if (n := _count(row.get("step"))) is not None})
+        if len(done) > 1:
+            self.result.notes.append(
+                f"{rank.file}: its param_groups have done {done} steps; {step}, the first's, stays"
+            )
         self.state = {"param_groups": plain, "step_in": step_in}
         if step is not None:
             self.state["step"] = step
         self._say_lost(rank, lost)
         self.scaler(rank, opt.get("grad_scaler"), "optimizer.grad_scaler")
-        self.native = [_native_group(row, step) for row in plain]
+        self.native = [param_groups.native(row, step) for row in plain]
 
     def _check_alike(self, rank: RankFile, groups: Sequence[Group]) -> None:
         """Groups say what the first rank's do, in any order.
@@ -368,19 +373,6 @@ def _plain_groups(
 def _hyperparameters(group: Group) -> dict[str, object]:
     """What a group says of how its parameters are trained; the step is looked at by itself."""
     return {k: group[k] for k in ("lr", "betas", "eps", "weight_decay", "momentum") if k in group}
-
-
-def _native_group(group: Mapping[str, object], step: int | None) -> dict[str, object]:
-    """A group as the trainer's own checkpoints have it."""
-    found: dict[str, object] = {} if step is None else {"step": step}
-    for key in ("lr", "weight_decay", "eps", "momentum", "wd_mult", "lr_mult"):
-        if isinstance(group.get(key), (int, float)):
-            found[key] = group[key]
-    betas = group.get("betas")
-    sides = betas.get("$tuple") if isinstance(betas, dict) else betas
-    if isinstance(sides, list):
-        found["betas"] = sides
-    return found
 
 
 def _pools(params: Sequence[Param]) -> list[list[Param]]:

@@ -53,13 +53,14 @@ def _in_steps(
     warmup, decay = said.get("lr_warmup_steps"), said.get("lr_decay_steps")
     if type(warmup) is not int or type(decay) is not int or warmup % batch or decay % batch:
         return None
+    done = said.get("num_steps")  # behind the step where Megatron-LM left steps out
     return {
         "style": said.get("lr_decay_style"),
         "lr": said.get("max_lr"),
         "min_lr": said.get("min_lr"),
         "warmup_steps": warmup // batch,
         "decay_steps": decay // batch,
-        "num_steps": step,
+        "num_steps": done // batch if type(done) is int and done >= 0 else step,
     }
 
 
@@ -73,12 +74,24 @@ def schedulers(state: TrainingState, notes: list[str]) -> dict[str, object]:
         for key in SCHEDULERS
         if key in state.megatron
     }
-    if saved:
-        return saved
     made = _in_samples(state)
-    if made is None:
-        made = _constant(state, notes)
-    return {"opt_param_scheduler": made}
+    if not saved and made is None:
+        return {"opt_param_scheduler": _constant(state, notes)}
+    found = saved or {"opt_param_scheduler": made}
+    _say_changed(state, found, notes)
+    return found
+
+
+def _say_changed(state: TrainingState, found: Mapping[str, object], notes: list[str]) -> None:
+    """Add notes on what a file's schedulers say otherwise than the source's schedule in steps."""
+    again = _in_steps(found, {"global_batch_size": state.batch()}, state.step or 0)
+    if isinstance(state.schedule, dict) and again is not None:
+        notes += [
+            f"{name}: {here!r:.80} in the source, {there!r:.80} in Megatron-LM's file"
+            for name, here, there in TrainingState(schedule=state.schedule).differences(
+                TrainingState(schedule=again)
+            )
+        ]
 
 
 def _in_samples(state: TrainingState) -> dict[str, object] | None:

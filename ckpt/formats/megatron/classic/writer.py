@@ -26,7 +26,7 @@ from ....model.mesh import Coord, runs
 from ....model.placement import Placed, Placement
 from ....model.target import main_dtype
 from ...writing import StoredDtypes, WriteRequest, Written, checksums
-from .. import args_codec, args_out, run_state
+from .. import args_codec, args_out, param_groups, run_state
 from .. import names as megatron_names
 from .. import optimizer as megatron_optim
 from ..optimizer import Param, registration_key
@@ -40,17 +40,13 @@ _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_laye
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _MAX_SCALE = 3.4028234663852886e38  # of float32
 _HYSTERESIS = 2  # Megatron-LM's own default
-# hyperparameters of a group that the source does not have: Megatron-LM's
 _STEP_IN = {"fused": "groups", "torch": "state"}  # an Adam -> where it keeps its step
-_GROUPS = ({"wd_mult": 1.0}, {"wd_mult": 0.0})
-_GROUP = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 # A loaded group replaces the optimizer's own one, so it needs all that a step reads: Apex's and
 # TransformerEngine's Adam, and every SGD, fill in nothing.
 _READ: Mapping[str, Mapping[str, object]] = {
     "betas": {"bias_correction": True},
     "momentum": {"dampening": 0.0, "nesterov": False},
 }
-_HYPER = ("lr", "eps", "betas", "momentum", "dampening", "nesterov")
 
 
 def design(request: WriteRequest, root: PurePath) -> Design:
@@ -101,7 +97,11 @@ class Designer:
         self.notes: list[str] = []
         self._check_adam()
         self.args = self._args()
-        self.schedulers = run_state.schedulers(self.state, self.notes) if self.states else {}
+        self.schedulers: dict[str, object] = {}
+        if self.states:
+            self.schedulers = run_state.schedulers(self.state, self.notes)
+            groups, step, _ = self.groups()
+            param_groups.say_changed(self.state, groups, step, self.notes)
         if not request.weights_only:
             run_state.say_what_is_lost(self.state, self.notes)
 
@@ -297,26 +297,14 @@ class Designer:
             if not all(isinstance(group, dict) for group in decoded):
                 raise CheckpointError(f"{where}: holds values that are no groups")
             step = saved.get("step")
-            groups = [_identified(dict(group)) for group in decoded]
+            groups = [param_groups.identified(dict(group)) for group in decoded]
             step_in = str(saved.get("step_in", "groups"))
             if any("amsgrad" in group for group in groups):
                 step_in = "state"  # of torch's Adam; the distributed optimizer has it in groups
             return groups, step if type(step) is int else None, step_in
         rows = self.state.groups
         steps = [r["step"] for r in rows if type(r.get("step")) is int]
-        groups = []
-        for group in _GROUPS:
-            decays = bool(group["wd_mult"])
-            row = next(
-                (r for r in rows if bool(r.get("weight_decay", 0.0)) == decays),
-                rows[0] if rows else {},
-            )
-            kept = {k: v for k, v in row.items() if k in _HYPER}
-            if isinstance(kept.get("betas"), list):
-                kept["betas"] = tuple(kept["betas"])
-            decay = row.get("weight_decay", 0.0) if decays else 0.0
-            groups.append({**group, **_GROUP, **kept, "weight_decay": decay})
-        return groups, steps[0] if steps else self.target.step, "groups"
+        return param_groups.made(rows), steps[0] if steps else self.target.step, "groups"
 
     def _numbered(self, rows: Sequence[_Row], groups: list[dict[str, object]]) -> list[list[_Row]]:
         """The parameters of each group, by megatron-core's rule."""
@@ -459,12 +447,3 @@ def put_step(group: dict[str, Any], step: int | None, step_in: str) -> None:
             group |= {**more, **group}
     if step is not None:
         group["step"] = step  # whole: TransformerEngine's Adam takes no other number
-
-
-def _identified(group: dict[str, Any]) -> dict[str, Any]:
-    """With all values by which megatron-core tells groups apart: older ones saved fewer."""
-    decays = {"wd_mult": float(megatron_optim.decays(group))}
-    for key, value in {**decays, **_GROUP}.items():
-        if f"pre_{key}" not in group:
-            group.setdefault(key, value)
-    return group

@@ -322,6 +322,12 @@ def test_steps_that_no_run_reaches_are_refused(change: dict[str, Any], says: str
         TrainingState.of({"step": 7, **FULL, **change}, "checkpoint.json")
 
 
+def test_megatrons_optimizer_may_be_ahead_of_its_iteration() -> None:
+    """A run whose iteration was set back; both counts are written back as they were."""
+    made = TrainingState.of({"step": 5, **FULL, "megatron": {"optimizer": {"step": 7}}})
+    assert (made.step, made.groups[0]["step"]) == (5, 7)
+
+
 def test_an_optimizer_that_left_steps_out_is_right() -> None:
     groups = ({**GROUPS[0], "step": 6},)
     assert TrainingState.of({"step": 7, "param_groups": list(groups)}).groups == groups

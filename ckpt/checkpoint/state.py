@@ -56,9 +56,11 @@ class TrainingState:
             raise CheckpointError(f"{origin}: megatron is a {type(megatron).__name__}, not a table")
         data, samples = table.get("data"), _count(table, "samples", origin)
         step, schedule = _count(table, "step", origin), table.get("schedule")
-        _check_steps(groups, schedule, step, origin)
-        if isinstance(optimizer := megatron.get("optimizer"), dict):
+        optimizer = megatron.get("optimizer")
+        if isinstance(optimizer, dict):
             _count(optimizer, "step", f"{origin}: megatron.optimizer")
+        # Megatron-LM's optimizer keeps its step where its user sets the iteration back
+        _check_steps(groups, schedule, step if optimizer is None else None, origin)
         return cls(
             step,
             _seen(data, megatron) if samples is None else samples,

@@ -194,8 +194,8 @@ def test_no_element_of_an_output_is_left_as_its_file_was_created(
 
     create = files.create
 
-    def create_nan(path: str, layout) -> None:
-        create(path, layout)
+    def create_nan(path: str, layout, *storage) -> None:
+        create(path, layout, *storage)
         with open(path, "r+b") as file:
             file.write(b"\xff" * layout.size_bytes)
             for offset, data in layout.fixed:

@@ -11,7 +11,6 @@ from pathlib import Path
 from ..model.design import OutFile
 from ..model.manifest import SideFile, View
 from . import tree
-from .executor import view_runs
 from .files import SCRATCH_BYTES, copy_file, write_file
 from .storage import StoragePath, storage_path, told
 
@@ -62,6 +61,8 @@ def kept_fault(file: OutFile, zeros: Iterable[View]) -> str:
 
     ``zeros`` are the places in it to which nothing is copied.
     """
+    from .executor import view_runs  # NumPy, which a dry run does not need
+
     size = file.layout.size_bytes
     try:
         opened = tree.open_file(Path(file.path), "rb")

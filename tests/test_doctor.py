@@ -216,7 +216,7 @@ def test_the_allocators_failure_becomes_an_error_with_fixes(
 ) -> None:
     import torch
 
-    from shardwright.train.doctor.watch import Watch
+    from shardwright.train.run.watch import Watch
 
     with pytest.raises(RuntimeError) as failed:
         torch.empty(1 << 50)  # more than any host has

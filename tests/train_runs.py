@@ -667,8 +667,8 @@ class _Clock:
 def _clock() -> _Clock:
     """The clock of everything that measures a step, a phase, a pass or a save."""
     from shardwright.train.checkpoint import save
-    from shardwright.train.doctor import watch
     from shardwright.train.run import trainer as loop
+    from shardwright.train.run import watch
 
     made = _Clock()
     for module in (watch, loop, save):

@@ -29,12 +29,12 @@ from ..core.schedule import schedule_of
 from ..data.samples import Batches, EvalBatches, Samples, open_corpus
 from ..data.tokenizer import find_tokenizer
 from ..doctor import measured
-from ..doctor.watch import Watch
 from ..errors import TrainError
 from . import save_dir, stopping
 from .metrics import Metrics, flops_per_token, peak_memory_bytes
 from .source import find_source
 from .stopping import stop_file_exists
+from .watch import Watch
 
 
 def check(config: TrainConfig) -> None:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from ..config.schema import TrainConfig
 from ..core.process import Parallel
+from ..doctor import lost_ranks, measured
+from ..doctor import memory as device_memory
 from ..errors import TrainError
-from . import lost_ranks, measured
-from . import memory as device_memory
 
 FIRST_REPORT = 5  # the step of a run after which its usual phases are judged
 HISTORY = 20  # steps that say what is usual

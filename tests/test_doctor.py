@@ -11,7 +11,7 @@ from train_runs import SIZES, Launch, Run, make_place
 
 from shardwright.ckpt.checkpoint.config import load_model
 from shardwright.tools import train_ckpt
-from shardwright.train.config.schema import Batch, Parallelism, Recompute, TrainConfig
+from shardwright.train.config.schema import BatchSizes, Parallelism, Recompute, TrainConfig
 from shardwright.train.doctor import findings as advice
 from shardwright.train.doctor import layout, links, lost_ranks, measured, pipeline, topology
 from shardwright.train.doctor import memory as device_memory
@@ -98,12 +98,12 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
 # --- common issues -----------------------------------------------------------------------------
 
 PIPED = TrainConfig(
-    parallelism=Parallelism(tp=2, pp=4), batch=Batch(4, 4, 2), world_size=16
+    parallelism=Parallelism(tp=2, pp=4), batch=BatchSizes(4, 4, 2), world_size=16
 )  # fmt: skip
 
 
 def test_memory_under_a_pipeline_is_answered_with_more_micro_batches() -> None:
-    memory = device_memory.Memory(80 * GIB, 70 * GIB, 79 * GIB, 2 * GIB)
+    memory = device_memory.DeviceMemory(80 * GIB, 70 * GIB, 79 * GIB, 2 * GIB)
     said = device_memory.out_of_memory(
         PIPED, memory, rank=3, stage=0, step=7, where="forward and backward"
     )
@@ -112,7 +112,7 @@ def test_memory_under_a_pipeline_is_answered_with_more_micro_batches() -> None:
                  "--sequence-parallel", "--distributed-optimizer",
                  "expandable_segments"):  # fmt: skip
         assert part in said, part
-    calm = replace(PIPED, recompute=Recompute("full"), batch=Batch(1, 4, 2))
+    calm = replace(PIPED, recompute=Recompute("full"), batch=BatchSizes(1, 4, 2))
     assert "--recompute" not in " ".join(device_memory.memory_fixes(calm))
     assert "micro-batch-size" not in " ".join(device_memory.memory_fixes(calm))
 
@@ -124,7 +124,7 @@ def test_a_large_bubble_is_answered_with_micro_batches_or_fewer_stages() -> None
     for part in ("waited 50%", "43%", "more micro-batches: 27", "less PP: --pp 2",
                  "--virtual-pp-layers"):  # fmt: skip
         assert part in said, said
-    assert pipeline.bubble(replace(PIPED, batch=Batch(1, 64, 2))).level == "ok"
+    assert pipeline.bubble(replace(PIPED, batch=BatchSizes(1, 64, 2))).level == "ok"
 
 
 def test_uneven_stages_are_answered_with_a_split_that_is_lighter() -> None:
@@ -164,7 +164,7 @@ def test_a_rank_alone_is_slow_by_itself() -> None:
 
 
 def test_a_smaller_micro_batch_divides_the_one_that_is() -> None:
-    config = TrainConfig(batch=Batch(5, 2), parallelism=Parallelism(pp=2))
+    config = TrainConfig(batch=BatchSizes(5, 2), parallelism=Parallelism(pp=2))
     assert any(
         "--micro-batch-size 1 in place of 5" in x for x in device_memory.memory_fixes(config)
     )
@@ -175,7 +175,7 @@ def test_a_smaller_micro_batch_divides_the_one_that_is() -> None:
     ((2.0, 1.0), "--pp-layers 3,5 in place of 4,4"), ((1.24, 1.0), ""), ((1.0, 1.24), ""),
 ])  # fmt: skip
 def test_layers_move_only_where_that_gains(seconds: tuple[float, ...], says: str) -> None:
-    config = TrainConfig(parallelism=Parallelism(pp=2), batch=Batch(1, 64), world_size=2)
+    config = TrainConfig(parallelism=Parallelism(pp=2), batch=BatchSizes(1, 64), world_size=2)
     times = [measured.StepTimes(i, i, 2.2, 0.0, 2.0, 2.0, s, 0.1) for i, s in enumerate(seconds)]
     lines = "\n".join(measured.report(config, 5, times, 8, None).lines)
     assert says in lines if says else "--pp-layers" not in lines
@@ -193,7 +193,7 @@ def test_what_tensor_parallel_ranks_have_beyond_the_least_of_them_is_waiting() -
 
 
 def test_ranks_that_are_slow_at_once_are_all_named_and_usual_steps_say_nothing() -> None:
-    config = TrainConfig(batch=Batch(1, 1, 2), world_size=2)
+    config = TrainConfig(batch=BatchSizes(1, 1, 2), world_size=2)
     usual = [_times(0, 1.0, 0.9), _times(1, 1.0, 0.8)]
     slow = measured.Slow(9, 1.0, usual)
     both = measured.report(config, 9, [_times(0, 4.0, 3.9), _times(1, 4.0, 3.8)], 4, slow)
@@ -202,7 +202,7 @@ def test_ranks_that_are_slow_at_once_are_all_named_and_usual_steps_say_nothing()
 
 
 def test_stages_that_wait_for_more_than_their_bubble_are_not_told_to_be_fewer() -> None:
-    said = _said(pipeline.bubble(replace(PIPED, batch=Batch(1, 64, 2)), 16, measured=0.4))
+    said = _said(pipeline.bubble(replace(PIPED, batch=BatchSizes(1, 64, 2)), 16, measured=0.4))
     assert "waited 40%" in said
     assert "the rest is exchange between stages" in said
     assert "less PP" not in said
@@ -256,10 +256,10 @@ def test_a_layout_that_does_not_fit_is_a_problem_with_fixes(tmp_path: Path) -> N
     wide = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
     file.write_text(json.dumps({"model_type": "llama", **SIZES, **wide}))
     model = load_model(file)
-    (small,) = layout.fits(TrainConfig(batch=Batch(4)), model, GIB)
+    (small,) = layout.fits(TrainConfig(batch=BatchSizes(4)), model, GIB)
     assert small.level == "problem"
     assert "--micro-batch-size 2" in _said(small)
-    (large,) = layout.fits(TrainConfig(batch=Batch(4)), model, 200 * GIB)
+    (large,) = layout.fits(TrainConfig(batch=BatchSizes(4)), model, 200 * GIB)
     assert large.level == "ok"
 
 

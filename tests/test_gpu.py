@@ -198,7 +198,7 @@ def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) ->
     from shardwright.ckpt.checkpoint.config import load_model
     from shardwright.train.checkpoint.load import load
     from shardwright.train.checkpoint.rank_state import RankState
-    from shardwright.train.config.schema import Optimizer
+    from shardwright.train.config.schema import OptimizerSettings
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
     from shardwright.train.core.process import initialize
@@ -216,7 +216,7 @@ def engine_of(folder: Path, options: Mapping[str, Any], weights: bool = True) ->
         ModelOptions("bf16", **CALM, **given),  # type: ignore[arg-type]
         EngineOptions(distributed_optimizer=distributed, overlap=overlap),
     )
-    made.attach_optimizer(Optimizer(lr=2e-3))
+    made.attach_optimizer(OptimizerSettings(lr=2e-3))
     if weights:
         load(folder, RankState.of(made), weights_only=True)
     return made

@@ -17,7 +17,7 @@ from shardwright.train.errors import TrainError
 from shardwright.train.patches.megatron import import_megatron
 from shardwright.train.planning import estimate, hardware, pictures, report
 from shardwright.train.planning import search as planning
-from shardwright.train.planning.estimate import GIB, Cluster, Plan
+from shardwright.train.planning.estimate import GIB, Cluster, RunLayout
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # The model of tests/bench/bench_gpu.py.
@@ -52,11 +52,11 @@ def test_memory_and_time_are_within_a_tenth_of_what_was_measured(
     layout: dict[str, Any], micro: int, count: int, gib: float, ms: float
 ) -> None:
     model = model_from(BENCH, "bench")
-    shape, plan = estimate.shape_of(model, "bench"), Plan(**layout, micro=micro, count=count)
-    weights = estimate.weights_of(model, plan.tp)
-    found = estimate.memory(shape, weights, plan).allocated / GIB
+    shape, run = estimate.shape_of(model, "bench"), RunLayout(**layout, micro=micro, count=count)
+    weights = estimate.weights_of(model, run.tp)
+    found = estimate.memory(shape, weights, run).allocated / GIB
     assert found == pytest.approx(gib, rel=0.1)
-    step = estimate.time(shape, weights, plan, Cluster(hardware.find("H200"), 2)).step
+    step = estimate.time(shape, weights, run, Cluster(hardware.find("H200"), 2)).step
     assert 1e3 * step == pytest.approx(ms, rel=0.1)
 
 
@@ -73,8 +73,8 @@ def test_a_gelu_layer_with_dropout_keeps_what_korthikanti_says(tp: int) -> None:
 def test_recomputation_keeps_what_korthikanti_says(tp: int) -> None:
     shape = _gpt()
     parallel = tp > 1
-    full = Plan(tp, recompute="full", sequence_parallel=parallel)
-    selective = Plan(tp, recompute="selective", sequence_parallel=parallel)
+    full = RunLayout(tp, recompute="full", sequence_parallel=parallel)
+    selective = RunLayout(tp, recompute="selective", sequence_parallel=parallel)
     assert estimate.saved_layer_bytes(shape, full) == 2 * shape.h / tp
     assert estimate.saved_layer_bytes(shape, selective) == pytest.approx(34 * shape.h / tp)
 
@@ -94,8 +94,8 @@ def test_stages_hold_the_whole_model_once_but_for_a_tied_head() -> None:
     for size in ("7B", "175B"):
         model, name = planning.read_model(None, size)
         shape, weights = estimate.shape_of(model, name), estimate.weights_of(model, 1)
-        plan = Plan(pp=4)
-        held = sum(estimate.stage_parameters(shape, weights, plan, s) for s in range(4))
+        run = RunLayout(pp=4)
+        held = sum(estimate.stage_parameters(shape, weights, run, s) for s in range(4))
         assert held == estimate.parameters(shape, weights) + shape.tied * weights.head
 
 
@@ -110,8 +110,8 @@ def test_micro_batches_under_way_are_those_of_the_simulated_schedule(
         for kind, *_ in row:
             held += 1 if kind == "F" else -1
             most = max(most, held)
-        plan = Plan(pp=pp, count=count, chunks=chunks)
-        assert estimate.in_flight(plan, stage, chunks) == most
+        run = RunLayout(pp=pp, count=count, chunks=chunks)
+        assert estimate.in_flight(run, stage, chunks) == most
 
 
 @pytest.mark.parametrize(("pp", "count", "chunks"), [(2, 4, 1), (4, 8, 1), (4, 8, 2), (4, 16, 4)])
@@ -150,7 +150,7 @@ def test_the_guides_layouts_fit_and_are_found_or_nearly_as_fast() -> None:
     assert [(r.size, r.gpus) for r in rows] == [g[:2] for g in report.GUIDE]
     assert all(row.fits for row in rows)
     for row, (size, _, split) in zip(rows, report.GUIDE, strict=True):
-        found = (row.best.plan.tp, row.best.plan.pp, row.best.plan.dp)
+        found = (row.best.layout.tp, row.best.layout.pp, row.best.layout.dp)
         if size != "70B":
             assert found == split
         assert row.guide.time.step / row.best.time.step < 1.1
@@ -160,7 +160,7 @@ def test_every_layout_obeys_the_rules() -> None:
     model, name = planning.read_model(None, "70B")
     result = planning.search(model, name, planning.Request(Cluster(hardware.find("H100"), 32)))
     for c in (*result.fitting, *result.over):
-        p = c.plan
+        p = c.layout
         assert p.tp * p.pp * p.dp == 32
         assert p.dp * p.micro * p.count == 512
         assert 64 % p.tp == 0
@@ -175,7 +175,7 @@ def test_every_layout_obeys_the_rules() -> None:
 def test_without_nvlink_tensor_parallelism_is_avoided() -> None:
     model, name = planning.read_model(None, "13B")
     slow = planning.search(model, name, planning.Request(Cluster(hardware.find("A100-PCIe"), 8)))
-    assert slow.best.plan.tp == 1
+    assert slow.best.layout.tp == 1
 
 
 # --- the command -------------------------------------------------------------------------------

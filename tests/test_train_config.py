@@ -27,8 +27,8 @@ from shardwright.train.config.from_options import from_options
 from shardwright.train.config.from_plugin import from_plugin, schedule_fields
 from shardwright.train.config.plugin import MegatronLMPlugin, environment
 from shardwright.train.config.schema import (
-    Batch,
-    Optimizer,
+    BatchSizes,
+    OptimizerSettings,
     Parallelism,
     Recompute,
     Sizes,
@@ -574,7 +574,7 @@ def test_other_megatron_args_outrank_the_environment(monkeypatch: pytest.MonkeyP
 def test_any_two_sizes_give_the_third(
     dp: int, micro: int, num: int, accumulation: int, unsaid: int
 ) -> None:
-    batch = Batch(micro, num, dp, accumulation)
+    batch = BatchSizes(micro, num, dp, accumulation)
     total = micro * num * dp
     assert batch.global_batch_size == total
     assert batch.samples_per_step == total * accumulation
@@ -732,7 +732,7 @@ def test_a_plugin_that_names_no_schedule_leaves_the_rate_to_the_script() -> None
 
 
 def test_a_dummy_schedulers_steps_count_where_the_plugin_says_nothing() -> None:
-    optimizer = Optimizer(lr=0.5, weight_decay=0.25)
+    optimizer = OptimizerSettings(lr=0.5, weight_decay=0.25)
     config = from_plugin(
         MegatronLMPlugin(), optimizer=optimizer, total_steps=20, warmup_steps=5, environ={}
     )
@@ -779,7 +779,7 @@ def test_the_guides_plugin_is_understood() -> None:
         plugin, "bf16", world_size=8, micro_batch_size=2, gradient_accumulation_steps=8, environ={}
     )
     assert config.parallelism == Parallelism(2, 2, distributed_optimizer=True)
-    assert config.batch == Batch(2, 4, 2, 8)
+    assert config.batch == BatchSizes(2, 4, 2, 8)
     assert config.recompute == Recompute("selective")
     assert config.precision.name == "bf16"
 
@@ -838,8 +838,8 @@ LINES: dict[str, tuple[str, Any]] = {
     "--pp 3 --pp-layers 3,3,1": ("parallelism.pp_layers", (3, 3, 1)),
     "--pp 2 --virtual-pp-layers 1 --global-batch-size 2": ("parallelism.virtual_pp_layers", 1),
     "--tp 2 --sequence-parallel": ("parallelism.sequence_parallel", True),
-    "--micro-batch-size 3": ("batch", Batch(3)),
-    "--micro-batch-size 2 --global-batch-size 8 --nproc 2": ("batch", Batch(2, 2, 2)),
+    "--micro-batch-size 3": ("batch", BatchSizes(3)),
+    "--micro-batch-size 2 --global-batch-size 8 --nproc 2": ("batch", BatchSizes(2, 2, 2)),
     "--seq-length 32": ("data.seq_length", 32),
     "--steps 7": ("steps", 7),
     "--optimizer sgd": ("optimizer.name", "sgd"),
@@ -991,7 +991,7 @@ def test_files_outrank_the_environment_and_a_later_file_an_earlier(tmp_path: Pat
     config = _options(f"{BASE} --config {theirs} --config {own}", environ)
     assert (config.parallelism.tp, config.parallelism.pp) == (2, 2)
     assert (config.precision.name, config.world_size) == ("bf16", 8)
-    assert config.batch == Batch(1, 4, 2)
+    assert config.batch == BatchSizes(1, 4, 2)
     assert sum("outranks" in note for note in config.notes) == 3
     assert _options(f"{BASE} --config {own} --config {theirs}").parallelism.tp == 4
 

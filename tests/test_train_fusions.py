@@ -127,7 +127,7 @@ def test_fused_functions_are_megatrons(found) -> None:
 def _train(layout: dict[str, Any], fused: bool = False, recorder: Any = None) -> dict[str, Any]:
     """Five steps, one of them after an evaluation, and one with another number of rows."""
     from shardwright.ckpt.checkpoint.config import model_from
-    from shardwright.train.config.schema import Optimizer
+    from shardwright.train.config.schema import OptimizerSettings
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
     from shardwright.train.core.process import initialize, shutdown
@@ -149,7 +149,7 @@ def _train(layout: dict[str, Any], fused: bool = False, recorder: Any = None) ->
     options = ModelOptions(precision="bf16", fused_cross_entropy=True, **CALM)  # type: ignore[arg-type]
     engine = Engine(model_from(TIED, "tied"), parallel, made, options, EngineOptions())
     model._fusions = plain
-    engine.attach_optimizer(Optimizer(lr=1e-2))
+    engine.attach_optimizer(OptimizerSettings(lr=1e-2))
     real = graphs._Recorder, graphs._stand_ins
     _StandIns.original = staticmethod(graphs._stand_ins)
     if recorder is not None:
@@ -310,7 +310,7 @@ def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     from shardwright.ckpt.checkpoint.config import model_from
     from shardwright.train.checkpoint import host_memory, save
     from shardwright.train.checkpoint.rank_state import RankState
-    from shardwright.train.config.schema import Optimizer
+    from shardwright.train.config.schema import OptimizerSettings
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
     from shardwright.train.core.process import initialize
@@ -320,7 +320,7 @@ def save_twice(place: str) -> tuple[list[str], list[list[int]]]:
     parallel = initialize(layout, seed=1)
     options = ModelOptions(precision="bf16", **CALM)  # type: ignore[arg-type]
     engine = Engine(model_from(TIED, "tied"), parallel, layout, options, EngineOptions())
-    engine.attach_optimizer(Optimizer(lr=1e-2))
+    engine.attach_optimizer(OptimizerSettings(lr=1e-2))
     held = RankState.of(engine)
     foretold = sorted(held.bytes_to_save(weights_only=False))
     saver = save.Saver(held)

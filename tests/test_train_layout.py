@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.ckpt.checkpoint.config import model_from
-from shardwright.train.config.schema import Data, Model, Parallelism, Precision, TrainConfig
+from shardwright.train.config.schema import Data, ModelSettings, Parallelism, Precision, TrainConfig
 from shardwright.train.core import from_config
 from shardwright.train.core.layout import Layout, Place
 from shardwright.train.errors import TrainError
@@ -86,7 +86,7 @@ def test_end_tokens_count_unless_the_settings_mask_them() -> None:
 def test_the_fused_cross_entropy_is_for_bf16_alone() -> None:
     assert not from_config.model_options(config()).fused_cross_entropy
     made = from_config.model_options(
-        config(precision=Precision("bf16"), model=Model(vocab_multiple=8))
+        config(precision=Precision("bf16"), model=ModelSettings(vocab_multiple=8))
     )
     assert (made.precision, made.fused_cross_entropy, made.vocab_multiple) == ("bf16", True, 8)
 

@@ -25,7 +25,7 @@ from shardwright.ckpt.move.progress import parse_bytes
 from shardwright.ckpt.move.publish import OutputTransaction
 from shardwright.train.checkpoint import save
 from shardwright.train.config import questions
-from shardwright.train.config.schema import Batch, Parallelism, TrainConfig
+from shardwright.train.config.schema import BatchSizes, Parallelism, TrainConfig
 from shardwright.train.doctor import memory, pipeline
 from shardwright.train.errors import TrainError
 from shardwright.train.run import metrics, save_dir, stopping
@@ -238,7 +238,7 @@ def saved_in_order(folder: str) -> list[str]:
     from shardwright.ckpt.checkpoint.config import model_from
     from shardwright.ckpt.model.manifest import SideFile
     from shardwright.train.checkpoint.rank_state import RankState
-    from shardwright.train.config.schema import Optimizer
+    from shardwright.train.config.schema import OptimizerSettings
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
     from shardwright.train.core.process import initialize
@@ -249,7 +249,7 @@ def saved_in_order(folder: str) -> list[str]:
     parallel = initialize(layout, seed=1)
     config = CONFIGS["shallow"]
     engine = Engine(model_from(config, "x"), parallel, layout, ModelOptions(), EngineOptions())
-    engine.attach_optimizer(Optimizer())
+    engine.attach_optimizer(OptimizerSettings())
     saver = save.Saver(RankState.of(engine))
     seen: list[str] = []
     sync, rename, replace = os.fsync, os.rename, os.replace
@@ -353,11 +353,11 @@ def test_options_that_belong_together_are_taken(place):
 
 
 def test_advice_leaves_out_what_saves_nothing_or_is_refused():
-    calm = TrainConfig(batch=Batch(4, 4, 2), parallelism=Parallelism(pp=4))
+    calm = TrainConfig(batch=BatchSizes(4, 4, 2), parallelism=Parallelism(pp=4))
     assert "--recompute selective" not in " ".join(memory.memory_fixes(calm))
     assert any("interleave" in fix for fix in pipeline.bubble(calm, 16).fixes)
     uneven = TrainConfig(
-        batch=Batch(4, 4, 2), parallelism=Parallelism(pp=4, pp_layers=(5, 5, 4, 2))
+        batch=BatchSizes(4, 4, 2), parallelism=Parallelism(pp=4, pp_layers=(5, 5, 4, 2))
     )
     assert not any("interleave" in fix for fix in pipeline.bubble(uneven, 16).fixes)
 

@@ -56,8 +56,10 @@ SETTINGS = [
 ]
 # Passed on under another name, or read where settings are made.
 ELSEWHERE = {
-    ("Parallelism", "last_stage_layers"), ("Model", "rotary"), ("Batch", "accumulation")
-}  # fmt: skip
+    ("Parallelism", "last_stage_layers"),
+    ("ModelSettings", "rotary"),
+    ("BatchSizes", "accumulation"),
+}
 
 
 @pytest.mark.parametrize(("part", "name"), SETTINGS)

@@ -290,7 +290,7 @@ class Setup:
         from shardwright.ckpt.checkpoint.config import load_model
         from shardwright.train.checkpoint.load import load
         from shardwright.train.checkpoint.rank_state import RankState
-        from shardwright.train.config.schema import Optimizer
+        from shardwright.train.config.schema import OptimizerSettings
         from shardwright.train.core.engine import Engine, EngineOptions
         from shardwright.train.core.layout import Layout
         from shardwright.train.core.process import initialize
@@ -305,7 +305,7 @@ class Setup:
             options,
             EngineOptions(distributed_optimizer=self.distributed),
         )
-        made.attach_optimizer(Optimizer(lr=LR, weight_decay=self.weight_decay))
+        made.attach_optimizer(OptimizerSettings(lr=LR, weight_decay=self.weight_decay))
         load(self.folder, RankState.of(made), weights_only=True)
         return made
 

@@ -74,7 +74,7 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     from shardwright.ckpt.checkpoint.config import model_from
     from shardwright.train.checkpoint.rank_state import RankState
     from shardwright.train.checkpoint.save import Saver
-    from shardwright.train.config.schema import Optimizer
+    from shardwright.train.config.schema import OptimizerSettings
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
     from shardwright.train.core.process import initialize
@@ -93,7 +93,7 @@ def ours(case: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
         ),
         EngineOptions(distributed, case.get("overlap", False)),
     )  # fmt: skip
-    engine.attach_optimizer(Optimizer(lr=1e-4))
+    engine.attach_optimizer(OptimizerSettings(lr=1e-4))
     saver = Saver(RankState.of(engine), reserve=bool(args.save))
     rows = batches(case, parallel.device)
     times = []

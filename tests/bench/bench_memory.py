@@ -83,7 +83,7 @@ def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: i
     import torch
 
     from shardwright.ckpt.checkpoint.config import model_from
-    from shardwright.train.config.schema import Optimizer
+    from shardwright.train.config.schema import OptimizerSettings
     from shardwright.train.core.engine import Engine, EngineOptions
     from shardwright.train.core.layout import Layout
     from shardwright.train.core.process import initialize, shutdown
@@ -100,7 +100,7 @@ def measured(config: dict[str, Any], given: dict[str, Any], micro: int, count: i
         ModelOptions("bf16", fused_cross_entropy=True, recompute=given.get("recompute", "none")),
         EngineOptions(distributed, overlap),
     )  # fmt: skip
-    engine.attach_optimizer(Optimizer(lr=1e-4))
+    engine.attach_optimizer(OptimizerSettings(lr=1e-4))
     rows = batches({"micro": micro, "count": count}, parallel.device, config["vocab_size"])
     for _ in range(2):
         engine.zero_grad()
@@ -145,13 +145,13 @@ def estimated(name: str, given: dict[str, Any], micro: int, count: int, world: i
 
     model = model_from(MODELS[name], name)
     tp, pp = given.get("tp", 1), given.get("pp", 1)
-    plan = estimate.Plan(
+    layout = estimate.RunLayout(
         tp, pp, world // tp // pp, micro=micro, count=count,
         sequence_parallel=given.get("sp", False), distributed=given.get("distributed", False),
         recompute=given.get("recompute", "none"),
     )  # fmt: skip
     shape, weights = estimate.shape_of(model, name), estimate.weights_of(model, tp)
-    return [estimate.memory(shape, weights, plan, stage).allocated for stage in range(pp)]
+    return [estimate.memory(shape, weights, layout, stage).allocated for stage in range(pp)]
 
 
 def describe(name: str, given: dict[str, Any]) -> str:

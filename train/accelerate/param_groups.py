@@ -22,7 +22,7 @@ HANDED_ON = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "damp
 _NAMES = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 
 
-def settings_from(original: torch.optim.Optimizer) -> settings_of.Optimizer:
+def settings_from(original: torch.optim.Optimizer) -> settings_of.OptimizerSettings:
     """What a torch optimizer says; TrainError for one that megatron-core does not have."""
     kind, said = type(original).__name__, original.defaults
     name = _NAMES.get(type(original))
@@ -33,7 +33,7 @@ def settings_from(original: torch.optim.Optimizer) -> settings_of.Optimizer:
             raise TrainError(f"prepare: {kind}({key}=True) is not supported; leave it out")
     if name == "adam" and said.get("decoupled_weight_decay"):
         name = "adamw"
-    made = settings_of.Optimizer(
+    made = settings_of.OptimizerSettings(
         name=name, lr=float(said["lr"]), weight_decay=float(said["weight_decay"])
     )
     if name == "sgd":
@@ -88,7 +88,7 @@ def param_groups(
     original: torch.optim.Optimizer,
     index: Mapping[str, int],
     named: Mapping[str, torch.nn.Parameter],
-    settings: settings_of.Optimizer,
+    settings: settings_of.OptimizerSettings,
 ) -> list[ParamGroup]:
     """The groups of megatron's optimizer; ``index`` is what ``stored_groups`` gave.
 
@@ -121,7 +121,9 @@ def param_groups(
 
 
 def _by_condition(
-    names: set[str], named: Mapping[str, torch.nn.Parameter], settings: settings_of.Optimizer
+    names: set[str],
+    named: Mapping[str, torch.nn.Parameter],
+    settings: settings_of.OptimizerSettings,
 ) -> list[tuple[float, float, set[str]]]:
     """(factor of the learning rate, of the weight decay, names), the same number on each rank."""
     no_decay, scaled = settings.no_weight_decay, settings.scale_lr

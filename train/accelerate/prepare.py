@@ -12,7 +12,7 @@ import torch
 
 from ..config.schema import TrainConfig
 from ..core.engine import Engine, StepResult
-from ..core.losses import Batch, described
+from ..core.losses import MicroBatch, described
 from ..errors import TrainError
 from .loader import IGNORED
 from .param_groups import HANDED_ON
@@ -281,7 +281,7 @@ class PreparedModel:
             for at in range(0, rows, size)
         ]
 
-    def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int]:
+    def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[list[MicroBatch], int]:
         """The rows of a script's batch as engine micro-batches, and their sequence length."""
         make = self.accelerator.settings.hooks.get_batch
         if make is not None:
@@ -374,7 +374,7 @@ def from_tuple(given: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in made.items() if value is not None}
 
 
-def padded(batch: Mapping[str, torch.Tensor], multiple: int) -> Batch:
+def padded(batch: Mapping[str, torch.Tensor], multiple: int) -> MicroBatch:
     """The sequence padded to a multiple (sequence parallelism); what is added does not count."""
     short = -batch["tokens"].shape[1] % multiple
     made = dict(batch)

@@ -34,7 +34,7 @@ from .rank_state import Held, RankState, bytes_of, dtype_of
 
 
 @dataclass(frozen=True, slots=True)
-class RankFiles:
+class RankSnapshot:
     """What a rank writes of one save; tensors are in host memory."""
 
     held: RankState
@@ -64,7 +64,7 @@ class _Random:
 
 def snapshot(
     held: RankState, folder: Path, step: int, memory: HostMemory | None, weights_only: bool
-) -> RankFiles:
+) -> RankSnapshot:
     """Copy to host memory what this rank saves: what it owns, and its optimizer share."""
     target, parts = held.target(step), []
     if held.saves(held.named):
@@ -81,7 +81,7 @@ def snapshot(
     )
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
-    return RankFiles(held, folder, tuple(parts), random)
+    return RankSnapshot(held, folder, tuple(parts), random)
 
 
 def _part(
@@ -100,7 +100,7 @@ def _range(tensor: LiveTensor) -> list[int]:
     return [tensor.start, math.prod(tensor.placed.shape) if tensor.whole else tensor.stop]
 
 
-def write_files(made: RankFiles) -> list[tuple[str, int, str]]:
+def write_files(made: RankSnapshot) -> list[tuple[str, int, str]]:
     """Create, fill, sync and digest the files: name, size in bytes and xxh3-128 of each."""
     design = _design(made)
     check_design(design, made.folder, ())
@@ -128,7 +128,7 @@ def write_files(made: RankFiles) -> list[tuple[str, int, str]]:
     return found
 
 
-def _design(made: RankFiles) -> Design:
+def _design(made: RankSnapshot) -> Design:
     """The files, and where each logical tensor's boxes lie in them."""
     builder, out = ChunkBuilder(made.held.placement), []
     for part in made.parts:
@@ -146,7 +146,7 @@ def _design(made: RankFiles) -> Design:
     return Design(out, builder.manifest())
 
 
-def _copies(made: RankFiles, design: Design) -> list[Copy]:
+def _copies(made: RankSnapshot, design: Design) -> list[Copy]:
     """The plan from this rank's memory to its files, which leaves nothing out."""
     tensors = [tensor for part in made.parts for tensor in part.tensors]
     source = live.manifest(tensors, made.held.placement)
@@ -157,7 +157,7 @@ def _copies(made: RankFiles, design: Design) -> list[Copy]:
     return copies
 
 
-def _write_random(made: RankFiles, opened: files.Files) -> None:
+def _write_random(made: RankSnapshot, opened: files.Files) -> None:
     """The random states go straight to their file."""
     specs = [Spec(k, dtype_of(t), tuple(t.shape)) for k, t in made.random.tensors.items()]
     layout = safetensors.layout(specs, made.random.metadata)

@@ -37,7 +37,7 @@ from shardwright.ckpt.reader import LATEST
 from ..errors import TrainError
 from . import training_state
 from .host_memory import HostMemory
-from .rank_files import RankFiles, snapshot, write_files
+from .rank_files import RankSnapshot, snapshot, write_files
 from .rank_state import Log, RankState
 
 _RANK_FILES = ("model_tp_", "optimizer_tp_", "random_states_")
@@ -144,7 +144,7 @@ class Saver:
             raise TrainError(f"cannot save: {why}")
         return output
 
-    def _write(self, files: RankFiles) -> None:
+    def _write(self, files: RankSnapshot) -> None:
         """In the background thread: this rank's files, synced and digested."""
         pending = self._pending
         assert pending is not None

@@ -11,7 +11,16 @@ from typing import Any
 
 from ..errors import TrainError, raise_faults
 from .plugin import OTHER
-from .schema import LATEST, Batch, Optimizer, Parallelism, Saving, Schedule, Sizes, TrainConfig
+from .schema import (
+    LATEST,
+    BatchSizes,
+    OptimizerSettings,
+    Parallelism,
+    Saving,
+    Schedule,
+    Sizes,
+    TrainConfig,
+)
 
 LENGTH = 1024  # tokens of a sequence when nobody says, if the model has as many positions
 
@@ -34,7 +43,7 @@ def batch_sizes(
     num_micro: int | None = None,
     global_size: int | None = None,
     accumulation: int = 1,
-) -> Batch:
+) -> BatchSizes:
     """Batch sizes from those that are given; micro x num_micro x data_parallel = global.
 
     Without ``micro`` it follows from both others, else it is 1.
@@ -44,7 +53,7 @@ def batch_sizes(
         if size is not None and size < 1:
             raise TrainError(f"{name} of {size}: must be at least 1")
     if global_size is None:
-        return Batch(micro or 1, num_micro or 1, data_parallel, accumulation)
+        return BatchSizes(micro or 1, num_micro or 1, data_parallel, accumulation)
     if micro is None and num_micro is None:
         micro = 1
     known = (micro or 1) * (num_micro or 1) * data_parallel
@@ -57,7 +66,7 @@ def batch_sizes(
         raise TrainError(f"global batch {global_size} {exact} {text} = {known}; {near} would be")
     if micro is None:
         micro = global_size // known
-    return Batch(micro, global_size // (micro * data_parallel), data_parallel, accumulation)
+    return BatchSizes(micro, global_size // (micro * data_parallel), data_parallel, accumulation)
 
 
 def faults_of(config: TrainConfig) -> list[str]:
@@ -70,7 +79,7 @@ def faults_of(config: TrainConfig) -> list[str]:
     ]
 
 
-def _layout_faults(layout: Parallelism, batch: Batch) -> list[str]:
+def _layout_faults(layout: Parallelism, batch: BatchSizes) -> list[str]:
     faults = []
     if layout.pp_layers is not None and len(layout.pp_layers) != layout.pp:
         faults.append(f"--pp-layers names {len(layout.pp_layers)} stages, pp is {layout.pp}")
@@ -94,7 +103,7 @@ def _layout_faults(layout: Parallelism, batch: Batch) -> list[str]:
     return faults
 
 
-def _optimizer_faults(optimizer: Optimizer, schedule: Schedule | None) -> list[str]:
+def _optimizer_faults(optimizer: OptimizerSettings, schedule: Schedule | None) -> list[str]:
     faults = []
     if optimizer.lr_mult != 1.0 and optimizer.scale_lr is None:
         faults.append(f"lr_mult={optimizer.lr_mult} has no scale_lr_cond to apply to")
@@ -114,7 +123,7 @@ def _optimizer_faults(optimizer: Optimizer, schedule: Schedule | None) -> list[s
     return faults
 
 
-def _distributed_faults(layout: Parallelism, optimizer: Optimizer) -> list[str]:
+def _distributed_faults(layout: Parallelism, optimizer: OptimizerSettings) -> list[str]:
     if not layout.distributed_optimizer or optimizer.name != "sgd":
         return []
     return [

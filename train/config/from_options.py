@@ -29,7 +29,7 @@ from .checks import faults_of
 from .cli import OPTIONS
 from .from_plugin import MIXED, from_plugin, launch_of
 from .plugin import ENV, MegatronLMPlugin, environment
-from .schema import LATEST, Launch, Optimizer, TrainConfig
+from .schema import LATEST, Launch, OptimizerSettings, TrainConfig
 from .values import Resolved, Sourced, resolve
 
 
@@ -161,8 +161,8 @@ def _machines(launch: Launch, said: Mapping[str, Any], environ: Mapping[str, str
     return launch
 
 
-def _optimizer_of(said: Mapping[str, Any]) -> Optimizer:
-    return Optimizer(
+def _optimizer_of(said: Mapping[str, Any]) -> OptimizerSettings:
+    return OptimizerSettings(
         name=said["optimizer"],
         lr=said["lr"],
         betas=(said["adam_beta1"], said["adam_beta2"]),

@@ -16,13 +16,13 @@ from .checks import batch_sizes, data_parallel_of, faults_of
 from .fields import ARCHITECTURE, ARGUMENTS, FIELDS
 from .plugin import MegatronLMPlugin
 from .schema import (
-    Batch,
+    BatchSizes,
     Data,
     Hooks,
     Launch,
     Logging,
-    Model,
-    Optimizer,
+    ModelSettings,
+    OptimizerSettings,
     Parallelism,
     Precision,
     Recompute,
@@ -39,7 +39,7 @@ def from_plugin(
     mixed_precision: str | None = None,
     *,
     world_size: int = 1,
-    optimizer: Optimizer | None = None,
+    optimizer: OptimizerSettings | None = None,
     micro_batch_size: int | None = None,
     global_batch_size: int | None = None,
     gradient_accumulation_steps: int = 1,
@@ -62,7 +62,7 @@ def from_plugin(
     batch = batch_sizes(
         data_parallel, micro_batch_size, num_micro, global_batch_size, gradient_accumulation_steps
     )
-    settings = _optimizer(plugin, optimizer or Optimizer())
+    settings = _optimizer(plugin, optimizer or OptimizerSettings())
     steps, schedule = _schedule(plugin, settings, batch, total_steps, warmup_steps)
     config = TrainConfig(
         parallelism=parallelism,
@@ -175,7 +175,7 @@ def _precision(
     return Precision("bf16" if given == "bf16" else "fp32")
 
 
-def _optimizer(plugin: MegatronLMPlugin, said: Optimizer) -> Optimizer:
+def _optimizer(plugin: MegatronLMPlugin, said: OptimizerSettings) -> OptimizerSettings:
     assert plugin.gradient_clipping is not None
     assert plugin.lr_mult is not None
     return replace(
@@ -209,8 +209,8 @@ def _data(plugin: MegatronLMPlugin) -> Data:
     )
 
 
-def _model(plugin: MegatronLMPlugin) -> Model:
-    return Model(
+def _model(plugin: MegatronLMPlugin) -> ModelSettings:
+    return ModelSettings(
         attention_dropout=_if_given(plugin, "attention_dropout"),
         hidden_dropout=_if_given(plugin, "hidden_dropout"),
         rotary=_if_given(plugin, "use_rotary_position_embeddings"),
@@ -283,8 +283,8 @@ def schedule_fields(plugin: MegatronLMPlugin) -> list[str]:
 
 def _schedule(
     plugin: MegatronLMPlugin,
-    optimizer: Optimizer,
-    batch: Batch,
+    optimizer: OptimizerSettings,
+    batch: BatchSizes,
     total: int | None,
     warmup: int | None,
 ) -> tuple[int | None, Schedule | None]:

@@ -48,7 +48,7 @@ class Parallelism:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSizes:
     """How many sequences make a step."""
 
     micro_batch_size: int = 1  # sequences of a rank in one pass through the layers
@@ -90,7 +90,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
+class OptimizerSettings:
     """The optimizer's hyper-parameters, and conditions over (name, parameter)."""
 
     name: str = "adamw"  # adamw, adam or sgd
@@ -155,7 +155,7 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSettings:
     """How the model is built and run."""
 
     path: str | None = None  # a Hugging Face folder or a config.json
@@ -206,14 +206,14 @@ class TrainConfig:
     """All of it."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
-    batch: Batch = field(default_factory=Batch)
+    batch: BatchSizes = field(default_factory=BatchSizes)
     precision: Precision = field(default_factory=Precision)
     recompute: Recompute = field(default_factory=Recompute)
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: Schedule | None = None  # None: the optimizer's own lr, or a scheduler object
     data: Data = field(default_factory=Data)
     saving: Saving = field(default_factory=Saving)
-    model: Model = field(default_factory=Model)
+    model: ModelSettings = field(default_factory=ModelSettings)
     hooks: Hooks = field(default_factory=Hooks)
     logging: Logging = field(default_factory=Logging)
     launch: Launch = field(default_factory=Launch)

@@ -109,7 +109,7 @@ class Values:
         return made
 
 
-class Entry(Protocol):
+class Setting(Protocol):
     """A row of a table of settings."""
 
     @property
@@ -131,7 +131,7 @@ class Resolved:
     faults: list[str]
 
 
-def resolve(table: Mapping[str, Entry], sources: Sequence[Sourced]) -> Resolved:
+def resolve(table: Mapping[str, Setting], sources: Sequence[Sourced]) -> Resolved:
     """For each name of ``table`` the first value that is not None, read as the table says."""
     found = Resolved({}, {}, [], [])
     for name, entry in table.items():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.model.placement import padded_vocab
 
-from ..config.schema import Optimizer
+from ..config.schema import OptimizerSettings
 from ..errors import TrainError
 from ..model.build import build, stored_parameters
 from ..model.config import transformer_config
@@ -31,7 +31,7 @@ from ..patches.megatron import import_megatron
 from . import agreement, optim
 from .gradients import Gradients
 from .layout import Layout
-from .losses import Batch, ForwardStep, LossFunction, Run, custom_step, forward_step
+from .losses import ForwardStep, LossFunction, MicroBatch, Run, custom_step, forward_step
 from .process import Parallel
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Engine:
                     setattr(self.config, hook, found[0])
 
     def attach_optimizer(
-        self, spec: Optimizer, groups: Sequence[optim.ParamGroup] | None = None
+        self, spec: OptimizerSettings, groups: Sequence[optim.ParamGroup] | None = None
     ) -> None:
         """Make the optimizer over this rank's parameters; without ``groups`` by megatron's rule."""
         chosen = list(groups) if groups is not None else optim.default_groups(self.named)
@@ -208,7 +208,7 @@ class Engine:
 
     def forward_backward(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         *,
         forward_only: bool = False,
         reduce: bool = False,
@@ -302,7 +302,7 @@ class Engine:
             for k, v in batch.items()
         }
 
-    def _weighted(self, batch: Batch) -> dict[str, Any]:
+    def _weighted(self, batch: MicroBatch) -> dict[str, Any]:
         """The batch without positions that do not count, and its portion of the whole loss.
 
         Its attention mask becomes the one that the model takes, here and not in the schedule,

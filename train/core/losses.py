@@ -21,7 +21,7 @@ from ..patches.megatron import import_megatron
 # A micro-batch: tokens, labels, loss_mask, position_ids [b, s]; labels are those to predict at
 # each position. attention_mask (optional) [b, s]: 1 for a token, 0 for padding; or [b or 1, 1, s,
 # s]: true where a key is hidden, as in Megatron.
-Batch = Mapping[str, torch.Tensor]
+MicroBatch = Mapping[str, torch.Tensor]
 Reported = Mapping[str, torch.Tensor]
 # (loss_mask [b, s], losses [b, s], or (losses, logits) where logits are collected) -> the loss of
 # a micro-batch, and scalars to report; Accelerate's custom_loss_function.

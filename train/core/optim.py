@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config.schema import Optimizer
+from ..config.schema import OptimizerSettings
 from ..errors import TrainError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def default_groups(named: Mapping[str, torch.nn.Parameter]) -> list[ParamGroup]:
 def build(
     chunks: Sequence[torch.nn.Module],
     named: Mapping[str, torch.nn.Parameter],
-    spec: Optimizer,
+    spec: OptimizerSettings,
     groups: Sequence[ParamGroup],
     *,
     bf16: bool = False,
@@ -87,7 +87,7 @@ def build(
     return made
 
 
-def _config(spec: Optimizer, bf16: bool, distributed: bool, overlap: bool) -> Any:
+def _config(spec: OptimizerSettings, bf16: bool, distributed: bool, overlap: bool) -> Any:
     """megatron-core's OptimizerConfig."""
     from megatron.core.optimizer import OptimizerConfig
 

@@ -254,7 +254,7 @@ def _tokenise(stage: Path, job: _Job) -> None:
     total = sum(job.seen[str(path)][0] for path in job.paths)
     with (
         Progress(total, "tokenise", quiet=job.quiet) as progress,
-        contextlib.closing(_Writer(stage / TOKENS, job, eod)) as writer,
+        contextlib.closing(_DatasetWriter(stage / TOKENS, job, eod)) as writer,
     ):
         for batch in _batches(documents.pieces(job.paths, job.data_key, progress.add)):
             texts = [piece for piece in batch if piece is not None]
@@ -272,7 +272,7 @@ def _tokenise(stage: Path, job: _Job) -> None:
     (stage / SUMMARY).write_text(json.dumps(summary))
 
 
-class _Writer:
+class _DatasetWriter:
     """megatron's builder, fed in pieces: one sequence per document, however long."""
 
     def __init__(self, prefix: Path, job: _Job, eod: int) -> None:

@@ -86,7 +86,7 @@ def fits(config: TrainConfig, model: Model, available: int) -> Iterable[Finding]
     p, b = config.parallelism, config.batch
     layers = model.sizes["layer"]
     chunks = layers // (p.pp * p.virtual_pp_layers) if p.virtual_pp_layers else 1
-    plan = estimate.Plan(
+    planned = estimate.RunLayout(
         p.tp, p.pp, b.data_parallel, max(chunks, 1), p.stages(layers), b.micro_batch_size,
         b.num_micro_batches, config.data.seq_length or 1024, p.sequence_parallel,
         p.distributed_optimizer, config.recompute.granularity, config.optimizer.name,
@@ -94,7 +94,7 @@ def fits(config: TrainConfig, model: Model, available: int) -> Iterable[Finding]
     if p.stages(layers) is None and layers % p.pp:
         return  # check_layout says so
     weights = estimate.weights_of(model, p.tp)
-    stage, memory = estimate.worst(estimate.shape_of(model, "model"), weights, plan)
+    stage, memory = estimate.worst(estimate.shape_of(model, "model"), weights, planned)
     need, precision = memory.total, config.precision.name
     what = f"stage {stage + 1} needs about {need / GIB:.1f} of {available / GIB:.1f} GiB"
     if precision != "bf16":

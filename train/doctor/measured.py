@@ -90,7 +90,7 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StepReport:
     """What the ranks measured in one step, and what it means."""
 
     step: int
@@ -111,7 +111,7 @@ def report(
     layers: int,
     slow: Slow | None,
     crowded: bool = False,
-) -> Report:
+) -> StepReport:
     """Phases of a step over all ranks, in their order, and the advice that they call for.
 
     Without ``slow`` the times are those of usual steps until ``step``, and there are lines only
@@ -125,11 +125,11 @@ def report(
         findings = [*_measured(config, times, layers, crowded)]
         head = f"steps up to {step} took {_longest(times):.3g} s each"
     if slow is None and not findings:
-        return Report(step, ())
+        return StepReport(step, ())
     lines = [f"{head}: {_phases(times, slow, config.parallelism.pp)}"]
     for found in findings:
         lines += [f"  {line.strip()}" for line in found.lines()]
-    return Report(step, tuple(lines), tuple(findings))
+    return StepReport(step, tuple(lines), tuple(findings))
 
 
 def _longest(times: Sequence[StepTimes]) -> float:

@@ -12,7 +12,7 @@ from .findings import divisor_below, gib, listed
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """A device's memory at the moment when it did not suffice; bytes, None where unknown."""
 
     total: int | None = None
@@ -47,7 +47,7 @@ def requested_bytes(message: str) -> int | None:
 
 
 def memory_fixes(
-    config: TrainConfig, memory: Memory | None = None, layers: int | None = None
+    config: TrainConfig, memory: DeviceMemory | None = None, layers: int | None = None
 ) -> list[str]:
     """What lowers a rank's memory in this configuration, the cheapest in speed first.
 
@@ -116,7 +116,7 @@ def _lighter_first_stage(held: Sequence[int]) -> list[str]:
 
 def out_of_memory(
     config: TrainConfig,
-    memory: Memory,
+    memory: DeviceMemory,
     *,
     rank: int,
     stage: int,

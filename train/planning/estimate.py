@@ -67,7 +67,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunLayout:
     """One layout of one run."""
 
     tp: int = 1
@@ -194,14 +194,14 @@ def parameters(shape: Shape, weights: Weights) -> int:
     return shape.layers * weights.layer + weights.embedding + head + weights.last
 
 
-def stage_parameters(shape: Shape, weights: Weights, plan: Plan, stage: int) -> int:
+def stage_parameters(shape: Shape, weights: Weights, layout: RunLayout, stage: int) -> int:
     """Parameters of a rank of one stage; a tied head is a second copy on a stage of its own."""
-    count = plan.layers(shape.layers)[stage] * weights.layer
+    count = layout.layers(shape.layers)[stage] * weights.layer
     if stage == 0:
         count += weights.embedding
-    if stage == plan.pp - 1:
+    if stage == layout.pp - 1:
         count += weights.last
-        if not shape.tied or plan.pp > 1:
+        if not shape.tied or layout.pp > 1:
             count += weights.head
     return count
 
@@ -228,53 +228,53 @@ def layer_bytes(shape: Shape, tp: int = 1, sequence_parallel: bool = False) -> f
     return common / (tp if sequence_parallel else 1) + split / tp
 
 
-def saved_layer_bytes(shape: Shape, plan: Plan) -> float:
-    """The same under the plan's recomputation.
+def saved_layer_bytes(shape: Shape, layout: RunLayout) -> float:
+    """The same under the layout's recomputation.
 
     Full keeps a layer's input, 2 h. Selective repeats the attention, whose matrix of scores this
     trainer never holds: only the softmax's sums, 4 bytes per head, are saved by it.
     """
-    if plan.recompute == "full":
-        return 2 * shape.h / (plan.tp if plan.sequence_parallel else 1)
-    kept = layer_bytes(shape, plan.tp, plan.sequence_parallel)
-    return kept - (4 * shape.heads / plan.tp if plan.recompute == "selective" else 0)
+    if layout.recompute == "full":
+        return 2 * shape.h / (layout.tp if layout.sequence_parallel else 1)
+    kept = layer_bytes(shape, layout.tp, layout.sequence_parallel)
+    return kept - (4 * shape.heads / layout.tp if layout.recompute == "selective" else 0)
 
 
-def in_flight(plan: Plan, stage: int, layers: int) -> float:
+def in_flight(layout: RunLayout, stage: int, layers: int) -> float:
     """Layers times micro-batches whose activations a stage holds at once.
 
     1F1B: min(m, p - stage) micro-batches. Interleaved: 2 (p - stage - 1) + (v - 1) p + 1 chunks,
     at most the v m that there are.
     """
-    if plan.chunks == 1:
-        return min(plan.count, plan.pp - stage) * layers
-    chunks = 2 * (plan.pp - stage - 1) + (plan.chunks - 1) * plan.pp + 1
-    return min(chunks, plan.chunks * plan.count) * layers / plan.chunks
+    if layout.chunks == 1:
+        return min(layout.count, layout.pp - stage) * layers
+    chunks = 2 * (layout.pp - stage - 1) + (layout.chunks - 1) * layout.pp + 1
+    return min(chunks, layout.chunks * layout.count) * layers / layout.chunks
 
 
-def memory(shape: Shape, weights: Weights, plan: Plan, stage: int = 0) -> Memory:
+def memory(shape: Shape, weights: Weights, layout: RunLayout, stage: int = 0) -> Memory:
     """Peak of one rank of a stage.
 
     The peak is where the backward pass begins. Beside the saved activations there are then the
     logits (last stage) or the gradients within a layer; under full recomputation that layer's
     activations as well. They do not exist together, so the larger counts.
     """
-    count = stage_parameters(shape, weights, plan, stage)
-    share = plan.dp if plan.distributed else 1
-    moments = 8 if plan.optimizer != "sgd" else 0
-    tokens = plan.micro * plan.seq
-    owned = plan.layers(shape.layers)[stage]
-    saved = saved_layer_bytes(shape, plan) * tokens * in_flight(plan, stage, owned)
-    backward = ((6 if shape.gated else 4) * shape.f / plan.tp + 4 * shape.h) * tokens
-    if plan.recompute == "full":
-        backward += layer_bytes(shape, plan.tp, plan.sequence_parallel) * tokens
+    count = stage_parameters(shape, weights, layout, stage)
+    share = layout.dp if layout.distributed else 1
+    moments = 8 if layout.optimizer != "sgd" else 0
+    tokens = layout.micro * layout.seq
+    owned = layout.layers(shape.layers)[stage]
+    saved = saved_layer_bytes(shape, layout) * tokens * in_flight(layout, stage, owned)
+    backward = ((6 if shape.gated else 4) * shape.f / layout.tp + 4 * shape.h) * tokens
+    if layout.recompute == "full":
+        backward += layer_bytes(shape, layout.tp, layout.sequence_parallel) * tokens
     head = 0.0
-    if stage == plan.pp - 1:
-        vocab = padded_vocab(shape.vocab, VOCAB_MULTIPLE, plan.tp)
-        around = 4 * shape.h / (plan.tp if plan.sequence_parallel else 1)
-        head = (LOSS_BYTES * vocab / plan.tp + around) * tokens
-    buffers = 4 * shape.h * tokens if plan.pp > 1 else 0.0
-    groups = sum(size > 1 for size in (plan.tp, plan.pp, plan.dp))
+    if stage == layout.pp - 1:
+        vocab = padded_vocab(shape.vocab, VOCAB_MULTIPLE, layout.tp)
+        around = 4 * shape.h / (layout.tp if layout.sequence_parallel else 1)
+        head = (LOSS_BYTES * vocab / layout.tp + around) * tokens
+    buffers = 4 * shape.h * tokens if layout.pp > 1 else 0.0
+    groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp))
     parts = (
         2.0 * count, 4.0 * count, 4.0 * count / share, moments * count / share,
         saved, max(head, backward), buffers,
@@ -283,36 +283,36 @@ def memory(shape: Shape, weights: Weights, plan: Plan, stage: int = 0) -> Memory
     return Memory(*parts, outside)
 
 
-def worst(shape: Shape, weights: Weights, plan: Plan) -> tuple[int, Memory]:
+def worst(shape: Shape, weights: Weights, layout: RunLayout) -> tuple[int, Memory]:
     """The stage that needs the most memory, and what it needs."""
-    found = [(s, memory(shape, weights, plan, s)) for s in range(plan.pp)]
+    found = [(s, memory(shape, weights, layout, s)) for s in range(layout.pp)]
     return max(found, key=lambda pair: pair[1].total)
 
 
 # --- time --------------------------------------------------------------------------------------
 
 
-def flops(shape: Shape, weights: Weights, plan: Plan, layers: int, head: bool) -> float:
+def flops(shape: Shape, weights: Weights, layout: RunLayout, layers: int, head: bool) -> float:
     """Operations of one micro-batch on a rank, forward and backward.
 
     6 per weight and token, 6 h s per layer for causal attention; full recomputation repeats the
     layers' forward pass, a third more.
     """
-    tokens = plan.micro * plan.seq
-    one = 6.0 * weights.layer + 6.0 * shape.q * plan.seq / plan.tp
-    again = 4 / 3 if plan.recompute == "full" else 1.0
+    tokens = layout.micro * layout.seq
+    one = 6.0 * weights.layer + 6.0 * shape.q * layout.seq / layout.tp
+    again = 4 / 3 if layout.recompute == "full" else 1.0
     return tokens * (layers * one * again + (6.0 * weights.head if head else 0.0))
 
 
-def _passes(shape: Shape, weights: Weights, plan: Plan, layers: int, head: bool) -> float:
+def _passes(shape: Shape, weights: Weights, layout: RunLayout, layers: int, head: bool) -> float:
     """Bytes through the GPU's memory in one micro-batch beside what products hide.
 
     Activations are written, read, read again, and their gradients written and read; fp32
     gradients are read and written per weight, bf16 weights read three times.
     """
-    tokens = plan.micro * plan.seq
-    kept = layer_bytes(shape, plan.tp, plan.sequence_parallel) * tokens
-    again = 7 if plan.recompute == "full" else 5
+    tokens = layout.micro * layout.seq
+    kept = layer_bytes(shape, layout.tp, layout.sequence_parallel) * tokens
+    again = 7 if layout.recompute == "full" else 5
     count = layers * weights.layer + (weights.head if head else 0)
     return layers * kept * again + 14.0 * count
 
@@ -326,75 +326,79 @@ def _link(cluster: Cluster, ranks_within: int) -> tuple[str, float]:
     return cluster.gpu.link, share * cluster.gpu.link_speed
 
 
-def _tensor(shape: Shape, plan: Plan, cluster: Cluster, layers: int) -> tuple[str, float, float]:
+def _tensor(
+    shape: Shape, layout: RunLayout, cluster: Cluster, layers: int
+) -> tuple[str, float, float]:
     """(link, bytes sent, seconds) of tensor parallelism in one micro-batch.
 
     Two all-reduces of 2 h bytes per token and layer in each direction; a ring sends 2 (t-1)/t of
     it. Sequence parallelism gathers the inputs once more for the weights' gradients: 5/4.
     """
-    kind, speed = _link(cluster, plan.tp)
-    if plan.tp == 1:
+    kind, speed = _link(cluster, layout.tp)
+    if layout.tp == 1:
         return kind, 0.0, 0.0
-    rounds_ = 4 + (2 if plan.recompute == "full" else 0) + plan.sequence_parallel
-    size = 2.0 * shape.h * plan.micro * plan.seq * 2 * (plan.tp - 1) / plan.tp
+    rounds_ = 4 + (2 if layout.recompute == "full" else 0) + layout.sequence_parallel
+    size = 2.0 * shape.h * layout.micro * layout.seq * 2 * (layout.tp - 1) / layout.tp
     sent = layers * rounds_ * size
     return kind, sent, sent / speed + layers * rounds_ * LATENCY
 
 
-def _stages(shape: Shape, plan: Plan, cluster: Cluster) -> tuple[str, float, float]:
+def _stages(shape: Shape, layout: RunLayout, cluster: Cluster) -> tuple[str, float, float]:
     """The same between pipeline stages: a micro-batch's activations on, gradients back."""
-    ranks = plan.tp * plan.dp * plan.pp
+    ranks = layout.tp * layout.dp * layout.pp
     kind, speed = _link(cluster, ranks)  # stages are the outermost ranks
-    if plan.pp == 1:
+    if layout.pp == 1:
         return kind, 0.0, 0.0
-    size = 2.0 * shape.h * plan.micro * plan.seq / (plan.tp if plan.sequence_parallel else 1)
-    sent = 2 * plan.chunks * size
-    return kind, sent, sent / speed + 2 * plan.chunks * LATENCY
+    size = (
+        2.0 * shape.h * layout.micro * layout.seq / (layout.tp if layout.sequence_parallel else 1)
+    )
+    sent = 2 * layout.chunks * size
+    return kind, sent, sent / speed + 2 * layout.chunks * LATENCY
 
 
-def _replicas(plan: Plan, cluster: Cluster, count: int) -> tuple[str, float, float]:
+def _replicas(layout: RunLayout, cluster: Cluster, count: int) -> tuple[str, float, float]:
     """The same among data-parallel ranks, once per step: ``count`` fp32 gradients.
 
     A ring's all-reduce sends 8 (d-1)/d bytes of each; the distributed optimizer scatters the
     gradients (4) and gathers bf16 weights (2). A machine's ranks share what crosses the network.
     """
-    kind, speed = _link(cluster, plan.tp * plan.dp)
-    if plan.dp == 1:
+    kind, speed = _link(cluster, layout.tp * layout.dp)
+    if layout.dp == 1:
         return kind, 0.0, 0.0
-    sent = (6.0 if plan.distributed else 8.0) * count * (plan.dp - 1) / plan.dp
-    near = max(cluster.per_node // plan.tp, 1) if kind == "network" else 1
+    sent = (6.0 if layout.distributed else 8.0) * count * (layout.dp - 1) / layout.dp
+    near = max(cluster.per_node // layout.tp, 1) if kind == "network" else 1
     return kind, sent / near, sent / near / speed + 2 * LATENCY
 
 
-def time(shape: Shape, weights: Weights, plan: Plan, cluster: Cluster) -> Time:
+def time(shape: Shape, weights: Weights, layout: RunLayout, cluster: Cluster) -> Time:
     """A step: (m + (p - 1) / v) micro-batches of the slowest stage, reduction, optimizer.
 
     Communication counts as not overlapped, as train-ckpt runs it.
     """
-    gpu, layers = cluster.gpu, plan.layers(shape.layers)
+    gpu, layers = cluster.gpu, layout.layers(shape.layers)
     volume: dict[str, float] = {}
     slowest, computing = 0.0, 0.0
-    stage_kind, stage_bytes, stage_time = _stages(shape, plan, cluster)
+    stage_kind, stage_bytes, stage_time = _stages(shape, layout, cluster)
     for stage, owned in enumerate(layers):
-        head = stage == plan.pp - 1
-        products = flops(shape, weights, plan, owned, head) / (MATMUL * gpu.peak)
-        passes = _passes(shape, weights, plan, owned, head) / (MEMORY * gpu.hbm)
-        tensor_kind, tensor_bytes, tensor_time = _tensor(shape, plan, cluster, owned)
+        head = stage == layout.pp - 1
+        products = flops(shape, weights, layout, owned, head) / (MATMUL * gpu.peak)
+        passes = _passes(shape, weights, layout, owned, head) / (MEMORY * gpu.hbm)
+        tensor_kind, tensor_bytes, tensor_time = _tensor(shape, layout, cluster, owned)
         whole = products + passes + tensor_time + stage_time
         if whole > slowest:
             slowest, computing = whole, products + passes
-            sent = {tensor_kind: tensor_bytes * plan.count}
+            sent = {tensor_kind: tensor_bytes * layout.count}
     volume |= sent
-    volume[stage_kind] = volume.get(stage_kind, 0.0) + stage_bytes * plan.count
-    most = max(stage_parameters(shape, weights, plan, s) for s in {0, plan.pp - 1})
-    kind, reduced, reducing = _replicas(plan, cluster, most)
+    volume[stage_kind] = volume.get(stage_kind, 0.0) + stage_bytes * layout.count
+    most = max(stage_parameters(shape, weights, layout, s) for s in {0, layout.pp - 1})
+    kind, reduced, reducing = _replicas(layout, cluster, most)
     volume[kind] = volume.get(kind, 0.0) + reduced
-    updated = most / (plan.dp if plan.distributed else 1)
+    updated = most / (layout.dp if layout.distributed else 1)
     # gradients are cleared and read for their norm; the update reads and writes masters and moments
     stepping = (8.0 * most + 30.0 * updated) / (MEMORY * gpu.hbm)
-    running = slowest * (plan.count + (plan.pp - 1) / plan.chunks)
+    running = slowest * (layout.count + (layout.pp - 1) / layout.chunks)
     return Time(
         slowest, computing, reducing, stepping, running + reducing + stepping,
-        bubble_share(plan.pp, plan.count, plan.chunks),
+        bubble_share(layout.pp, layout.count, layout.chunks),
         {k: v for k, v in volume.items() if v},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pictures of a plan: memory of the best layouts by part, and the best one's pipeline in time."""
+"""Pictures of a search: memory of the best layouts by part, and the best one's pipeline in time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ _BACKWARD = ("#c25a14", "#4f1f00")
 
 WIDE, DOTS = 9.5, 130  # inches, and dots per inch
 
-Span = tuple[str, int, int, float, float]  # forward or backward, micro-batch, chunk, start, end
+TimedPass = tuple[
+    str, int, int, float, float
+]  # forward or backward, micro-batch, chunk, start, end
 
 
 # --- schedules ---------------------------------------------------------------------------------
@@ -68,11 +70,11 @@ def order(pp: int, stage: int, count: int, chunks: int = 1) -> list[tuple[str, i
     return forward[:warm] + steady + backward[total - warm :]
 
 
-def timeline(pp: int, count: int, chunks: int = 1) -> list[list[Span]]:
+def timeline(pp: int, count: int, chunks: int = 1) -> list[list[TimedPass]]:
     """When each stage runs which pass; the forward of a whole stage takes 1, its backward 2."""
     todo = [order(pp, stage, count, chunks) for stage in range(pp)]
     done: dict[tuple[str, int, int, int], float] = {}  # pass, stage -> its end
-    spans: list[list[Span]] = [[] for _ in range(pp)]
+    passes_of: list[list[TimedPass]] = [[] for _ in range(pp)]
     clock = [0.0] * pp
     while any(todo):
         moved = False
@@ -85,11 +87,11 @@ def timeline(pp: int, count: int, chunks: int = 1) -> list[list[Span]]:
                 start = max(clock[stage], done[before] if before else 0.0)
                 end = start + (1.0 if kind == "F" else _BACKWARD_TIME) / chunks
                 done[(kind, micro, chunk, stage)] = clock[stage] = end
-                spans[stage].append((kind, micro, chunk, start, end))
+                passes_of[stage].append((kind, micro, chunk, start, end))
                 todo[stage].pop(0)
                 moved = True
         assert moved, "the schedule waits for itself"
-    return spans
+    return passes_of
 
 
 def _before(
@@ -129,15 +131,15 @@ def figure(result: Result, top: int = 8) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    plan = result.best.plan
+    layout = result.best.layout
     tall = 0.42 * len(distinct(result, top)) + 1.9
-    low = 0.3 * plan.pp + (1.8 if plan.chunks == 1 else 2.0) if plan.pp > 1 else 0.0
+    low = 0.3 * layout.pp + (1.8 if layout.chunks == 1 else 2.0) if layout.pp > 1 else 0.0
     made = Figure(figsize=(WIDE, tall + low), layout="constrained")
     FigureCanvasAgg(made)
-    if plan.pp > 1:
+    if layout.pp > 1:
         # each with its own margins: the timeline has no legend at its side
         parts: Any = made.subfigures(2, 1, height_ratios=[tall, low])
-        _timeline(parts[1], plan.short, plan.pp, plan.count, plan.chunks)
+        _timeline(parts[1], layout.short, layout.pp, layout.count, layout.chunks)
         _memory(parts[0].subplots(), result, top)
     else:
         _memory(made.subplots(), result, top)
@@ -147,7 +149,7 @@ def figure(result: Result, top: int = 8) -> Any:
 def _save(figure: Any, path: Path) -> None:
     """As SVG, or as PNG with a palette, which a third of the bytes suffice for."""
     if path.suffix == ".svg":
-        figure.savefig(path, metadata={"Date": None})  # the same plan is the same file
+        figure.savefig(path, metadata={"Date": None})  # the same search is the same file
         return
     from PIL import Image  # matplotlib needs it too
 
@@ -159,7 +161,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def _memory(axes: Any, result: Result, top: int) -> None:
     found = distinct(result, top)
-    names = [f"{c.plan.short}\n{c.time.step:.3g} s" for c in found]
+    names = [f"{c.layout.short}\n{c.time.step:.3g} s" for c in found]
     left = [0.0] * len(found)
     for part, (colour, hatch) in _STYLE.items():
         sizes = [c.memory.parts()[part] / GIB for c in found]
@@ -191,13 +193,13 @@ def _timeline(figure: Any, name: str, pp: int, count: int, chunks: int) -> None:
 
     axes = figure.subplots()
     some = shown(pp, count, chunks)
-    spans = timeline(pp, some, chunks)
-    end = max(row[-1][4] for row in spans)
+    passes_of = timeline(pp, some, chunks)
+    end = max(row[-1][4] for row in passes_of)
     colours = {"F": _shades(_FORWARD, chunks), "B": _shades(_BACKWARD, chunks)}
     points = 0.85 * WIDE * 72 / end / chunks  # of paper per forward pass, margins taken off
     long = {"F": points, "B": points * _BACKWARD_TIME}
     numbered = [kind for kind in long if long[kind] > 4.2 * len(str(some)) + 1]
-    for stage, row in enumerate(spans):
+    for stage, row in enumerate(passes_of):
         for kind, micro, chunk, start, stop in row:
             # without lines where they would cover what they surround
             axes.barh(stage + 1, stop - start, left=start, color=colours[kind][chunk],

@@ -15,7 +15,7 @@ from .search import Candidate, Request, Result, read_model, search
 def explain(result: Result) -> str:
     """Three sentences: what fits, what it costs, what the next best lacks."""
     best, cluster = result.best, result.request.cluster
-    p, t = best.plan, best.time
+    p, t = best.layout, best.time
     room = cluster.gpu.memory
     parts = sorted(best.memory.parts().items(), key=lambda part: -part[1])
     most = " and ".join(f"{name} {value / GIB:.1f}" for name, value in parts[:2])
@@ -35,16 +35,18 @@ def explain(result: Result) -> str:
 
 
 def _against(result: Result) -> str:
-    best = result.best.plan
-    other = next((c for c in result.fitting if (c.plan.tp, c.plan.pp) != (best.tp, best.pp)), None)
-    fits = {(c.plan.tp, c.plan.pp) for c in result.fitting if c.plan.recompute != "full"}
+    best = result.best.layout
+    other = next(
+        (c for c in result.fitting if (c.layout.tp, c.layout.pp) != (best.tp, best.pp)), None
+    )
+    fits = {(c.layout.tp, c.layout.pp) for c in result.fitting if c.layout.recompute != "full"}
     simpler = next(
         (
             c
             for c in result.over
-            if c.plan.tp * c.plan.pp < best.tp * best.pp
-            and c.plan.recompute == best.recompute
-            and (c.plan.tp, c.plan.pp) not in fits
+            if c.layout.tp * c.layout.pp < best.tp * best.pp
+            and c.layout.recompute == best.recompute
+            and (c.layout.tp, c.layout.pp) not in fits
         ),
         None,
     )
@@ -52,7 +54,7 @@ def _against(result: Result) -> str:
     if simpler is not None:
         over = simpler.memory.total - result.request.cluster.gpu.memory
         said.append(
-            f"with less splitting {simpler.plan.short} comes nearest to fitting, "
+            f"with less splitting {simpler.layout.short} comes nearest to fitting, "
             f"{over / GIB:.1f} GiB too large"
         )
     if other is not None:
@@ -60,7 +62,7 @@ def _against(result: Result) -> str:
         slower = "as fast" if abs(ratio) < 0.005 else f"{abs(ratio):.0%} " + (
             "slower" if ratio > 0 else "faster but more complicated"
         )  # fmt: skip
-        said.append(f"the next split, {other.plan.short}, is {slower}")
+        said.append(f"the next split, {other.layout.short}, is {slower}")
     text = ", and ".join(said) or "no other split fits"
     return text[0].upper() + text[1:] + "."
 
@@ -72,7 +74,7 @@ def table(result: Result, count: int) -> list[str]:
     for c in distinct(result, count):
         sent = ", ".join(f"{v / 1e9:.3g} GB {k}" for k, v in c.time.volume.items()) or "-"
         lines.append(
-            f"{c.plan.short:<38} {c.memory.total / GIB:>6.1f} {c.memory.allocated / GIB:>6.1f} "
+            f"{c.layout.short:<38} {c.memory.total / GIB:>6.1f} {c.memory.allocated / GIB:>6.1f} "
             f"{c.time.bubble:>6.1%} {c.time.step:>8.3g}  {sent}"
         )
     return lines
@@ -82,13 +84,13 @@ def distinct(result: Result, count: int) -> list[Candidate]:
     """The best of each split, so that micro-batch sizes do not crowd out other layouts."""
     seen: dict[tuple[int, int, str], Candidate] = {}
     for c in result.fitting:
-        seen.setdefault((c.plan.tp, c.plan.pp, c.plan.recompute), c)
+        seen.setdefault((c.layout.tp, c.layout.pp, c.layout.recompute), c)
     return list(seen.values())[:count]
 
 
 def commands(result: Result, path: str | None) -> list[str]:
     """The ``train-ckpt`` line of the best layout, and the ``reshard`` line to get there."""
-    p, cluster = result.best.plan, result.request.cluster
+    p, cluster = result.best.layout, result.request.cluster
     source = shlex.quote(path or "MODEL")
     words = ["train-ckpt", "--model", source, "--data", "DATA.txt"]
     words += ["--tp", str(p.tp), "--pp", str(p.pp)]
@@ -113,12 +115,12 @@ def commands(result: Result, path: str | None) -> list[str]:
     return [" ".join(words), " ".join(shard)]
 
 
-_REST = ("--steps", "1000", "--save-dir", "run")  # what no plan says
+_REST = ("--steps", "1000", "--save-dir", "run")  # what no layout says
 
 
 def beside_file(result: Result, path: str | None, file: str) -> list[str]:
     """How to use the YAML in ``file``, which has no key for the micro-batch size; lines."""
-    p = result.best.plan
+    p = result.best.layout
     words = ["train-ckpt", "--config", shlex.quote(file), "--model", shlex.quote(path or "MODEL"),
              "--data", "DATA.txt", "--micro-batch-size", str(p.micro)]  # fmt: skip
     words += ["--machine-rank", "RANK"] if result.request.cluster.nodes > 1 else []
@@ -133,7 +135,7 @@ def beside_file(result: Result, path: str | None, file: str) -> list[str]:
 
 def answers(result: Result) -> dict[str, Any]:
     """The best layout as answers of ``train-ckpt config``; see ``questions.py``."""
-    p, cluster = result.best.plan, result.request.cluster
+    p, cluster = result.best.layout, result.request.cluster
     found: dict[str, Any] = {
         "num_machines": cluster.nodes,
         "num_processes": cluster.gpus,
@@ -173,7 +175,7 @@ def as_json(result: Result, path: str | None, count: int) -> dict[str, Any]:
 
 
 def _row(c: Candidate) -> dict[str, Any]:
-    p = c.plan
+    p = c.layout
     return {
         "tp": p.tp, "pp": p.pp, "vpp": p.chunks, "ep": 1, "dp": p.dp, "pp_layers": p.stages,
         "micro_batch_size": p.micro, "num_micro_batches": p.count,
@@ -230,8 +232,8 @@ def guide_lines(rows: Sequence[GuideRow]) -> list[str]:
         a, b = row.guide, row.best
         fits = "" if row.fits else " (too large)"
         lines.append(
-            f"| {row.size} | {row.gpus} | {a.plan.short}{fits} | {a.memory.total / GIB:.1f} "
-            f"| {a.time.step:.3g} | {b.plan.short} | {b.memory.total / GIB:.1f} "
+            f"| {row.size} | {row.gpus} | {a.layout.short}{fits} | {a.memory.total / GIB:.1f} "
+            f"| {a.time.step:.3g} | {b.layout.short} | {b.memory.total / GIB:.1f} "
             f"| {b.time.step:.3g} | {a.time.step / b.time.step - 1:.0%} |"
         )
     return lines

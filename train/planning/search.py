@@ -18,7 +18,7 @@ from shardwright.ckpt.model.family import Model
 
 from ..errors import TrainError
 from . import estimate
-from .estimate import GIB, Cluster, Memory, Plan, Shape, Time, Weights
+from .estimate import GIB, Cluster, Memory, RunLayout, Shape, Time, Weights
 from .pipeline import balanced
 
 MICRO = (1, 2, 4, 8, 16)  # micro-batch sizes that are tried
@@ -73,7 +73,7 @@ class Request:
 class Candidate:
     """A valid layout with its estimates."""
 
-    plan: Plan
+    layout: RunLayout
     stage: int  # that needs the most memory
     memory: Memory  # of that stage
     time: Time
@@ -81,7 +81,7 @@ class Candidate:
     @property
     def complexity(self) -> tuple[int, ...]:
         """Sorts alike layouts: less recomputation, fewer ways of splitting."""
-        p = self.plan
+        p = self.layout
         return (p.recompute == "full", p.pp, p.tp, p.chunks, p.sequence_parallel)
 
 
@@ -156,7 +156,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def layouts(shape: Shape, weights: dict[int, Weights], request: Request) -> Iterator[Plan]:
+def layouts(shape: Shape, weights: dict[int, Weights], request: Request) -> Iterator[RunLayout]:
     """Every valid layout; ``weights`` has the tp that can split the model."""
     cluster = request.cluster
     node = min(cluster.per_node, cluster.gpus)
@@ -170,7 +170,7 @@ def layouts(shape: Shape, weights: dict[int, Weights], request: Request) -> Iter
             if shape.layers % pp and stages is None:
                 continue
             dp = cluster.gpus // tp // pp
-            base = Plan(
+            base = RunLayout(
                 tp, pp, dp, stages=stages, seq=request.seq, optimizer=request.optimizer,
                 distributed=request.distributed and dp > 1 and request.optimizer != "sgd",
             )  # fmt: skip
@@ -185,7 +185,7 @@ def _uneven(shape: Shape, weights: Weights, pp: int) -> tuple[int, ...] | None:
     return best if len(set(best[:-1])) == 1 and best[-1] > 0 else None
 
 
-def _batches(shape: Shape, base: Plan, request: Request) -> Iterator[Plan]:
+def _batches(shape: Shape, base: RunLayout, request: Request) -> Iterator[RunLayout]:
     if request.global_batch % base.dp:
         return
     share = request.global_batch // base.dp
@@ -209,7 +209,7 @@ def _batches(shape: Shape, base: Plan, request: Request) -> Iterator[Plan]:
                     )  # fmt: skip
 
 
-def _interleaves(shape: Shape, base: Plan, count: int, chunks: int) -> bool:
+def _interleaves(shape: Shape, base: RunLayout, count: int, chunks: int) -> bool:
     width = base.pp * chunks
     return base.pp > 1 and base.stages is None and shape.layers % width == 0 \
         and count % base.pp == 0  # fmt: skip
@@ -238,10 +238,10 @@ def search(model: Model, name: str, request: Request) -> Result:
         shape, weights[1] if 1 in weights else estimate.weights_of(model, 1)
     )
     found = []
-    for plan in layouts(shape, weights, request):
-        stage, need = estimate.worst(shape, weights[plan.tp], plan)
-        took = estimate.time(shape, weights[plan.tp], plan, request.cluster)
-        found.append(Candidate(plan, stage, need, took))
+    for layout in layouts(shape, weights, request):
+        stage, need = estimate.worst(shape, weights[layout.tp], layout)
+        took = estimate.time(shape, weights[layout.tp], layout, request.cluster)
+        found.append(Candidate(layout, stage, need, took))
     if not found:
         raise TrainError(_no_layout(shape, request, reasons))
     room = request.cluster.gpu.memory
@@ -295,12 +295,12 @@ def does_not_fit(result: Result, model: Model, name: str) -> str:
         except (TrainError, CheckpointError):
             continue
         if found.fitting:
-            ways.append(f"{more.gpus} such GPUs ({found.best.plan.short})")
+            ways.append(f"{more.gpus} such GPUs ({found.best.layout.short})")
             break
     ways.append(f"GPUs of {-(-int(need) // GIB)} GiB")
     return (
         f"{result.shape.name} ({result.parameters / 1e9:.1f}B) does not fit on {cluster.gpus} x "
-        f"{cluster.gpu.name}: the smallest layout, {least.plan.short}, needs {need / GIB:.1f} GiB "
-        f"per GPU of {room / GIB:.1f}, {(need - room) / GIB:.1f} too many; it would fit with "
+        f"{cluster.gpu.name}: the smallest layout, {least.layout.short}, needs {need / GIB:.1f} "
+        f"GiB per GPU of {room / GIB:.1f}, {(need - room) / GIB:.1f} too many; it would fit with "
         f"{', or '.join(ways)}"
     )

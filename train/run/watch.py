@@ -180,9 +180,9 @@ class Watch:
 
     def out_of_memory(self, error: BaseException, step: int) -> str:
         """The message for an error of the allocator."""
-        memory = device_memory.Memory(requested=device_memory.requested_bytes(str(error)))
+        memory = device_memory.DeviceMemory(requested=device_memory.requested_bytes(str(error)))
         if self.parallel.device.type == "cuda":
-            memory = device_memory.Memory(
+            memory = device_memory.DeviceMemory(
                 torch.cuda.get_device_properties(self.parallel.device).total_memory,
                 torch.cuda.memory_allocated(),
                 torch.cuda.memory_reserved(),

@@ -59,6 +59,15 @@ def use_fused_adam() -> None:
 # --- a rank ------------------------------------------------------------------------------------
 
 
+def activation_of(args: argparse.Namespace) -> Any:
+    """What Megatron-LM makes of its flags."""
+    from megatron.core.activations import squared_relu
+
+    if args.swiglu:
+        return torch.nn.functional.silu
+    return squared_relu if vars(args).get("squared_relu") else torch.nn.functional.gelu
+
+
 def build(job: Job, args: argparse.Namespace) -> list[Any]:
     """This rank's GPTModels, one per virtual stage, as args describe them: the local spec."""
     from megatron.core import parallel_state
@@ -82,7 +91,7 @@ def build(job: Job, args: argparse.Namespace) -> list[Any]:
         kv_channels=args.kv_channels,
         add_bias_linear=args.add_bias_linear,
         gated_linear_unit=args.swiglu,
-        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        activation_func=activation_of(args),
         normalization=args.normalization,
         layernorm_epsilon=epsilon,
         tensor_model_parallel_size=layout["tp"],
@@ -123,6 +132,17 @@ def build(job: Job, args: argparse.Namespace) -> list[Any]:
         )
         chunks.append(chunk.to(args.params_dtype))
     return chunks
+
+
+def center_norms(chunks: Sequence[Any], args: argparse.Namespace) -> None:
+    """Norms of the local spec do not add the 1 that --apply-layernorm-1p asks for."""
+    if not vars(args).get("apply_layernorm_1p"):
+        return
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("layernorm.weight"):
+                    parameter.add_(1)
 
 
 def optimizer_of(job: Job, chunks: Sequence[Any], args: argparse.Namespace) -> Any:
@@ -175,6 +195,7 @@ def load_dist(job: Job) -> tuple[list[Any], Any, dict[str, Any]]:
     )
     for name, chunk in zip(names(chunks), chunks, strict=True):
         chunk.load_state_dict(found[name])
+    center_norms(chunks, args)
     if made is not None:
         made.load_state_dict(found["optimizer"])
     return chunks, made, {"unasked": sorted(unasked), "absent": sorted(absent)}
@@ -198,6 +219,7 @@ def load_classic(job: Job) -> tuple[list[Any], Any, dict[str, Any]]:
     made = optimizer_of(job, chunks, args) if job["optimizer"] else None
     for name, chunk in zip(names(chunks), chunks, strict=True):
         chunk.load_state_dict(found[name], strict=True)
+    center_norms(chunks, args)
     if made is not None:
         made.load_state_dict(found["optimizer"])
         if job["optimizer"] == "distributed":

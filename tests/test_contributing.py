@@ -73,9 +73,9 @@ def same_tensors(a: Path, b: Path) -> bool:
 def test_the_family_recipe_gives_a_family_that_reshards_and_merges(
     package: Path, tmp_path: Path
 ) -> None:
-    path = "ckpt/families/granite.py"
+    path = "ckpt/families/helium.py"
     (package / "shardwright" / path).write_text(snippet(path))
-    config = {"model_type": "granite", "hidden_size": 16, "intermediate_size": 24,
+    config = {"model_type": "helium", "head_dim": 4, "hidden_size": 16, "intermediate_size": 24,
               "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
               "vocab_size": 20, "tie_word_embeddings": True}  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
@@ -90,7 +90,7 @@ def test_the_family_recipe_gives_a_family_that_reshards_and_merges(
                    m + "mlp.down_proj.weight": (16, 24)}  # fmt: skip
     write_hf(tmp_path / "hf", config, shapes)
     run(package, tool("reshard"), str(tmp_path / "hf"), "--tp", "2", "--pp", "2")
-    assert "granite" in run(package, tool("inspect_ckpt"), str(tmp_path / "hf-tp2-pp2"))
+    assert "helium" in run(package, tool("inspect_ckpt"), str(tmp_path / "hf-tp2-pp2"))
     run(package, tool("merge_ckpt"), str(tmp_path / "hf-tp2-pp2"), "--output", str(tmp_path / "x"))
     assert same_tensors(tmp_path / "hf/model.safetensors", tmp_path / "x/model.safetensors")
 

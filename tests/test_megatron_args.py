@@ -83,7 +83,7 @@ UNSAID: dict[str, tuple[dict[str, object], str]] = {
         {**QWEN, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
         "attention window [None, None, 4, 4]",
     ),
-    "gemma": (GEMMA, "embeddings scaled by sqrt(hidden size) True"),
+    "gemma": (GEMMA, "embeddings scaled by sqrt(hidden size)"),
     "gemma2": ({**GEMMA, "model_type": "gemma2"}, "attn_logit_softcapping 50.0"),
     "two bases": (
         {**CONFIG, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope theta",

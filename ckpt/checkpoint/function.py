@@ -3,23 +3,30 @@
 Two configs of one model may differ in keys that change nothing (versions, token numbers, dropout),
 in spelling (``rope_theta`` or ``rope_parameters``, ``swish`` or ``silu``), and in defaults that one
 leaves out. ``settings`` translates a config to common names and values. If two results differ, the
-same weights compute another function.
+same weights compute another function. What a family computes and what its class takes by default
+is in its table (``Family.function``).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
-from ..model.family import Model
+from ..model.family import Function, Model
 
 Config = Mapping[str, object]
 Settings = dict[str, object]
 
 _EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
-_ACTIVATION = ("hidden_activation", "activation_function", "hidden_act")
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_ACTIVATION = ("hidden_activation", "activation_function", "hidden_act", "activation")
+_PARTIAL = ("partial_rotary_factor", "rotary_pct")
+_ROPE = ("rope_theta", "rotary_emb_base", "rope_scaling", "rope_parameters", *_PARTIAL,
+         "rope_local_base_freq")  # fmt: skip
+_SCORES = "attention_multiplier"  # where a family has it, it replaces 1 / sqrt(head size)
+_NO_ROPE = ("no_rope_layers", "no_rope_layer_interval")
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+           "sliding_window_pattern", "_sliding_window_pattern")  # fmt: skip
 _TIED = "tie_word_embeddings"
 # Sizes are compared by shapes and by `_HEADS`; flags by the tensors that they add.
 _SIZES = (
@@ -44,32 +51,7 @@ _SAME_ACTIVATION = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
 
-# The defaults of transformers' config classes.
-_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "llama": {"rms_norm_eps": 1e-6, "hidden_act": "silu"},
-    "mistral": {"rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 4096},
-    "qwen2": {
-        "rms_norm_eps": 1e-6, "hidden_act": "silu", "use_sliding_window": False,
-        "sliding_window": 4096, "max_window_layers": 28,
-    },
-    "qwen3": {
-        "rms_norm_eps": 1e-6, "hidden_act": "silu", "use_sliding_window": False,
-        "sliding_window": 4096, "max_window_layers": 28,
-    },
-    "phi3": {"rms_norm_eps": 1e-5, "hidden_act": "silu"},
-    "gemma": {"rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
-    "gemma2": {
-        "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256,
-    },
-    "gpt2": {
-        "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-    },
-}  # fmt: skip
 _HEADS = {"n": "query heads", "g": "key and value heads", "hd": "head size"}
-_SCALED_EMBEDDING = ("gemma", "gemma2")  # families that multiply embeddings by sqrt(hidden size)
 
 
 def settings(config: Config, model: Model | None) -> Settings:
@@ -77,27 +59,39 @@ def settings(config: Config, model: Model | None) -> Settings:
 
     ``model`` is the family's view of it; without one, keys are taken as they are.
     """
-    kind = str(config.get("model_type"))
-    said = {**_DEFAULTS.get(kind, {}), **config}
+    function = Function() if model is None else model.family.function
+    said = {**function.defaults, **config}
     found: Settings = {
         "norm epsilon": _first(said, _EPSILON),
         "activation": _activation(said),
-        **_rope(said),
+        **_rope(config, function),
         _TIED: _tied(said, model),
     }
     known = {*_EPSILON, *_ACTIVATION, *_ROPE, _TIED}
     if model is None:
-        found["model_type"] = kind
+        found["model_type"] = str(config.get("model_type"))
     else:
-        known |= {*_WINDOW, *_SIZES}
+        known |= {*_WINDOW, *_NO_ROPE, *_SIZES, *_tabled(model)}
         found |= {name: model.sizes[s] for s, name in _HEADS.items() if s in model.sizes}
         found["norm offset"] = model.family.norm_offset
-        found["embeddings scaled by sqrt(hidden size)"] = model.family.name in _SCALED_EMBEDDING
-        found["attention window"] = _window(said, kind, model.sizes["layer"])
+        found["rotary pairs"] = function.rotary
+        found["attention window"] = _window(said, function, model.sizes["layer"])
+        found["layers without positions"] = _without_positions(said, model.sizes["layer"])
+        if _SCORES in function.defaults:
+            known.add(_SCORES)
+            found["factor of attention scores"] = said[_SCORES]
+        found["beyond a plain decoder"] = list(function.beyond)
     for key, value in said.items():
         if key not in known and not _is_harmless(key):
             found[key] = value
     return found
+
+
+def _tabled(model: Model) -> set[str]:
+    """Keys that the family's table reads: they decide shapes and which tensors there are."""
+    family = model.family
+    sizes = {key for text in family.sizes.values() for key in re.findall(r"[a-z_]\w*", text)}
+    return (sizes | family.flags.keys()) - family.function.plain.keys()
 
 
 def contradictions(a: Settings, b: Settings) -> dict[str, tuple[object, object]]:
@@ -126,16 +120,34 @@ def _tied(said: Config, model: Model | None) -> object:
     return _TIED in model.flags if model is not None else said.get(_TIED)
 
 
-def _rope(said: Config) -> Settings:
-    """Base, scaling and rotated part of rotary positions, from the old keys or the new one."""
-    new, old = said.get("rope_parameters"), said.get("rope_scaling")
+def _rope(config: Config, function: Function) -> Settings:
+    """Base, scaling and rotated part of rotary positions, from the old keys or the new one.
+
+    Layers with a sliding window may have positions of their own.
+    """
+    new, local = config.get("rope_parameters"), "rope_local_base_freq"
+    kinds = new if isinstance(new, dict) and isinstance(new.get("full_attention"), dict) else {}
+    found = _one_rope(config, kinds.get("full_attention", new), function.defaults)
+    if kinds or local in function.defaults:
+        base = config.get(local, function.defaults.get(local))
+        own = {"rope_parameters": {"rope_theta": found["rope theta"] if base is None else base}}
+        own |= (
+            {"rope_parameters": kinds["sliding_attention"]} if "sliding_attention" in kinds else {}
+        )
+        found["rope of layers with a window"] = _one_rope(own, own["rope_parameters"], {})
+    return found
+
+
+def _one_rope(said: Config, new: object, defaults: Config) -> Settings:
+    """``new`` is the value of rope_parameters, or the part of it for one kind of layers."""
+    old = said.get("rope_scaling")
     table = {**(old if isinstance(old, dict) else {}), **(new if isinstance(new, dict) else {})}
     base, part = table.pop("rope_theta", None), table.pop("partial_rotary_factor", None)
-    given = said.get("rope_theta")
+    given = _first(said, ("rope_theta", "rotary_emb_base"))
     if given is not None and base is not None and _canonical(given) != _canonical(base):
         base = f"{given} in rope_theta and {base} in rope_parameters"
     base = given if base is None else base
-    part = said.get("partial_rotary_factor") if part is None else part
+    part = _first(said, _PARTIAL) if part is None else part
     kind = table.pop("rope_type", None) or table.pop("type", None) or "default"
     table.pop("type", None)
     table = {key: value for key, value in table.items() if value is not None}
@@ -147,38 +159,53 @@ def _rope(said: Config) -> Settings:
         if kind in ("dynamic", "longrope", "su", "yarn"):  # these depend on the trained length
             scaling["max_position_embeddings"] = said.get("max_position_embeddings")
     return {
-        "rope theta": 10000.0 if base is None else base,
+        "rope theta": defaults.get("rope_theta", 10000.0) if base is None else base,
         "rope scaling": scaling,
-        "rotated part of a head": 1.0 if part is None else part,
+        "rotated part of a head": defaults.get(_PARTIAL[0], 1.0) if part is None else part,
     }
 
 
-def _window(said: Config, kind: str, layers: int) -> object:
+def _without_positions(said: Config, layers: int) -> list[int] | None:
+    """The numbers of layers whose queries and keys are not rotated; None if all are."""
+    if _NO_ROPE[1] not in said:
+        return None
+    listed, every = (said.get(key) for key in _NO_ROPE)
+    if isinstance(listed, list):  # 0 where there is none
+        return [i for i, rotated in enumerate(listed[:layers]) if not rotated] or None
+    if type(every) is not int or every < 1:
+        return None
+    return [i for i in range(layers) if (i + 1) % every == 0] or None
+
+
+def _window(said: Config, function: Function, layers: int) -> object:
     """How many keys a query sees: one number, or one for each layer; None for all keys."""
     width = said.get("sliding_window")
-    if kind in ("llama", "gemma", "gpt2"):  # these ignore the key
-        width = None
-    if kind in ("qwen2", "qwen3") and said.get("use_sliding_window") is not True:
-        width = None
+    if function.window is None:  # it ignores the key
+        return None
+    if "use_sliding_window" in function.defaults and said.get("use_sliding_window") is not True:
+        return None
     if width is None:
         return None
     types = said.get("layer_types")
     if not isinstance(types, list) or len(types) != layers:
-        types = _layer_types(said, kind, layers)
+        types = _layer_types(said, function, layers)
     each = [width if name == "sliding_attention" else None for name in types]
     return each[0] if each and all(w == each[0] for w in each) else each
 
 
-def _layer_types(said: Config, kind: str, layers: int) -> list[str]:
+def _layer_types(said: Config, function: Function, layers: int) -> list[str]:
     """transformers' default if a config lists no layer types."""
+    start, every = said.get("max_window_layers"), function.window
+    if every and type(said.get("sliding_window_pattern")) is int:
+        every = said["sliding_window_pattern"]  # type: ignore[assignment]
+    resting = _without_positions(said, layers) if _NO_ROPE[1] in function.defaults else None
 
     def slides(layer: int) -> bool:
-        if kind == "gemma2":
-            return layer % 2 == 0
-        if kind in ("qwen2", "qwen3"):
-            start = said.get("max_window_layers")
+        if _NO_ROPE[1] in function.defaults:
+            return layer in (resting or ())
+        if "max_window_layers" in function.defaults:
             return not isinstance(start, int) or layer >= start
-        return True
+        return not every or (layer + 1) % every != 0
 
     return ["sliding_attention" if slides(i) else "full_attention" for i in range(layers)]
 

@@ -6,7 +6,7 @@ Megatron-Bridge, since a plain GPTModel has no such tensors.
 
 from __future__ import annotations
 
-from ..model.family import Family
+from ..model.family import Family, Function
 from .llama import LLAMA
 from .rows import (
     LLAMA_SIZES,
@@ -29,6 +29,7 @@ _ATTENTION = (
     norm("self_attention.linear_proj.bias", M + "self_attn.o_proj.bias", when=_BIAS),
 )
 _QKV = (qkv(), qkv_bias(_BIAS))
+_SCALED = ("embeddings scaled by sqrt(hidden size)",)
 _FLAGS = {"tie_word_embeddings": True, "attention_bias": False}
 
 GEMMA = Family(
@@ -46,6 +47,7 @@ GEMMA = Family(
         *head(),
     ),
     norm_offset=1,
+    function=Function({"rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}, beyond=_SCALED),
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
 )
@@ -70,6 +72,18 @@ GEMMA2 = Family(
         *head(),
     ),
     norm_offset=1,
+    function=Function(
+        {
+            "rms_norm_eps": 1e-6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+        },
+        beyond=(*_SCALED, "norms after attention and after the MLP"),
+        window=2,
+    ),
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
 )

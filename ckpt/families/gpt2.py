@@ -6,7 +6,7 @@ tensor, which the dims strings say by their order.
 
 from __future__ import annotations
 
-from ..model.family import Family, Part, Rule
+from ..model.family import Family, Function, Part, Rule
 from .rows import COLUMN, FIRST, HEADS, ROW, D, embedding, final_norm, head, norm
 
 _H = "transformer.h.{layer}."
@@ -70,6 +70,15 @@ GPT2 = Family(
         final_norm("weight", "transformer.ln_f.weight"),
         final_norm("bias", "transformer.ln_f.bias"),
         *head("transformer.wte.weight"),
+    ),
+    function=Function(
+        {
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        },
+        layer_norm=True,
     ),
     ignore={
         r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)": "the causal mask, not a weight",

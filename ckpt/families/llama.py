@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..model.family import Family, Part, Rule
+from ..model.family import Family, Function, Part, Rule
 from .rows import (
     COLUMN,
     LLAMA_SIZES,
@@ -20,6 +20,7 @@ from .rows import (
 )
 
 _BIAS = ("attention_bias",)
+_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 _MLP_BIAS = ("mlp_bias",)
 _MLP_BIAS_PARTS = (Part(M + "mlp.gate_proj.bias", "gate"), Part(M + "mlp.up_proj.bias", "up"))
 
@@ -49,6 +50,7 @@ LLAMA = Family(
         final_norm("weight", "model.norm.weight"),
         *head(),
     ),
+    function=Function(_DEFAULTS),
     ignore=OLD_BUFFERS,
     tied_names={"lm_head.weight": "model.embed_tokens.weight"},
 )
@@ -59,6 +61,7 @@ MISTRAL = Family(
     sizes=LLAMA_SIZES,
     flags={"tie_word_embeddings": False},
     rules=LLAMA.rules,
+    function=Function({**_DEFAULTS, "sliding_window": 4096}, window=0),
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
 )

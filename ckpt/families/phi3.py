@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..model.family import Family, Part, Rule
+from ..model.family import Family, Function, Part, Rule
 from .llama import LLAMA
 from .rows import (
     COLUMN,
@@ -47,6 +47,9 @@ PHI3 = Family(
         gated_mlp()[1],
         final_norm("weight", "model.norm.weight"),
         *head(),
+    ),
+    function=Function(
+        {"rms_norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 1.0}, window=0
     ),
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..model.family import Family
+from ..model.family import Family, Function
 from .llama import LLAMA
 from .rows import (
     LLAMA_SIZES,
@@ -17,6 +17,14 @@ from .rows import (
     qkv,
     qkv_bias,
 )
+
+_FUNCTION = Function(
+    {
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "use_sliding_window": False,
+        "sliding_window": 4096, "max_window_layers": 28,
+    },
+    window=0,
+)  # fmt: skip
 
 QWEN2 = Family(
     name="qwen2",
@@ -34,6 +42,7 @@ QWEN2 = Family(
         final_norm("weight", "model.norm.weight"),
         *head(),
     ),
+    function=_FUNCTION,
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
 )
@@ -61,6 +70,7 @@ QWEN3 = Family(
         final_norm("weight", "model.norm.weight"),
         *head(),
     ),
+    function=_FUNCTION,
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
 )

@@ -40,6 +40,11 @@ LLAMA_SIZES = {
     "vocab": "vocab_size",
 }
 
+# the same for an MLP without a gate
+PLAIN_SIZES = {key: value for key, value in LLAMA_SIZES.items() if key not in ("gate", "up")} | {
+    "f": "intermediate_size"
+}
+
 OLD_BUFFERS = {
     r".*rotary_emb\.inv_freq": "a rotary table, computed from the config",
 }
@@ -72,6 +77,11 @@ def head(tied_to: str = "model.embed_tokens.weight") -> tuple[Rule, Rule]:
 def norm(name: str, fqn: str, dim: str = "h", when: tuple[str, ...] = ()) -> Rule:
     """A per-layer vector that every tp rank holds whole."""
     return Rule(D + name, dim, (Part(fqn, dim),), LAYER, when=when)
+
+
+def layer_norm(name: str, fqn: str) -> tuple[Rule, Rule]:
+    """A per-layer LayerNorm: weight and bias."""
+    return norm(name + ".weight", fqn + ".weight"), norm(name + ".bias", fqn + ".bias")
 
 
 def final_norm(name: str, fqn: str) -> Rule:
@@ -116,4 +126,19 @@ def gated_mlp(prefix: str = M + "mlp.") -> tuple[Rule, Rule]:
             (Part(prefix + "down_proj.weight", "h gate"),),
             ROW,
         ),
+    )
+
+
+def plain_mlp(up: str, down: str, bias: tuple[str, ...] | None = ()) -> tuple[Rule, ...]:
+    """Two linear layers without a gate; ``bias`` are the flags of their biases, None for none."""
+    weights = (
+        Rule(D + "mlp.linear_fc1.weight", "f h", (Part(up + ".weight", "f h"),), COLUMN),
+        Rule(D + "mlp.linear_fc2.weight", "h f", (Part(down + ".weight", "h f"),), ROW),
+    )
+    if bias is None:
+        return weights
+    return (
+        *weights,
+        Rule(D + "mlp.linear_fc1.bias", "f", (Part(up + ".bias", "f"),), COLUMN, when=bias),
+        norm("mlp.linear_fc2.bias", down + ".bias", when=bias),
     )

@@ -64,6 +64,25 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Function:
+    """What a family computes that its rows do not say.
+
+    Rows and config together must tell a GPTModel of megatron-core from all else: what it does not
+    compute is in ``plain`` (for some configs) or in ``beyond`` (for all).
+    """
+
+    # what transformers' config class takes where a config is silent: key -> value
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    # config key -> the values with which a GPTModel computes the family
+    plain: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    beyond: tuple[str, ...] = ()  # what no GPTModel computes, in words
+    layer_norm: bool = False  # norms subtract the mean; otherwise RMSNorm
+    rotary: str = "half"  # pairs of rotary dims: d and d + half, or "interleaved": 2d and 2d + 1
+    # layers with a sliding window: every one (0), all but each n-th (n), or the key means nothing
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A model family: how its config names sizes, and its rows."""
 
@@ -73,6 +92,7 @@ class Family:
     flags: Mapping[str, bool]  # config key -> its value if the config does not have it
     rules: tuple[Rule, ...]
     norm_offset: int = 0  # 1 if the norm multiplies by 1 + weight
+    function: Function = field(default_factory=Function)
     # names in Hugging Face files that carry no weight: pattern -> reason
     ignore: Mapping[str, str] = field(default_factory=dict)
     # prefixes that some files lack or add: name prefix found -> prefix meant

@@ -33,7 +33,7 @@ def default_layout(family: Family) -> dict[str, str]:
         "qkv": "per_group",
         "glu": "per_rank",
         "norm": NORMS[family.norm_offset],
-        "rotary": "half",
+        "rotary": family.function.rotary,
     }
 
 
@@ -43,7 +43,7 @@ def check_layout(layout: Mapping[str, str], family: Family, origin: str) -> dict
     allowed = {
         **{tag: list(values) for tag, values in PACKINGS.items()},
         "norm": [default["norm"]],
-        "rotary": ["half"],
+        "rotary": [default["rotary"]],
     }
     raise_all(
         (

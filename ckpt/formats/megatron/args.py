@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from ...checkpoint.config import find_config, load_model, model_from
+from ...checkpoint.config import MAX_LAYERS, find_config, load_model, model_from
 from ...checkpoint.function import Settings, contradictions, settings
 from ...checkpoint.types import ReadOptions
 from ...containers import pickles
@@ -25,6 +25,9 @@ _LATER = {"num_experts": "experts"}
 _NO_FAMILY: Mapping[str, tuple[object, ...]] = {
     "apply_layernorm_1p": (None, False),
     "layernorm_zero_centered_gamma": (None, False),
+    "squared_relu": (None, False),
+    "rotary_interleaved": (None, False),
+    "no_rope_freq": (None,),
 }
 
 
@@ -154,6 +157,8 @@ def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
         if name in args and (args[name] is True or "norm offset" not in found):
             say("norm offset", name, int(args[name] is True))
     say("activation", "swiglu", "silu" if args.get("swiglu") is True else _gelu(args))
+    if args.get("squared_relu") is True:  # Megatron-LM refuses it together with swiglu
+        say("activation", "squared_relu", "relu2")
     say(
         "tie_word_embeddings",
         "untie_embeddings_and_output_weights",
@@ -163,6 +168,9 @@ def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
         say("rope theta", "rotary_base", args.get("rotary_base"))
         say("rotated part of a head", "rotary_percent", args.get("rotary_percent"))
         say("rope scaling", "use_rope_scaling", _scaling(args))
+        interleaved = args.get("rotary_interleaved") is True
+        say("rotary pairs", "rotary_interleaved", "interleaved" if interleaved else "half")
+        say("layers without positions", "no_rope_freq", _without_positions(args))
         if args.get("rotary_seq_len_interpolation_factor") not in (None, 1):
             say("rope scaling", "rotary_seq_len_interpolation_factor", _scaling(args))
     if "window_size" in args:
@@ -170,9 +178,17 @@ def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
     return found
 
 
+def _without_positions(args: Mapping[str, object]) -> object:
+    """The numbers of layers without rotary positions; a text of Megatron-LM stays what it is."""
+    every, layers = args.get("no_rope_freq"), args.get("num_layers")
+    if type(every) is int and every > 0 and type(layers) is int:
+        return [i for i in range(min(layers, MAX_LAYERS)) if (i + 1) % every == 0]
+    if isinstance(every, list):
+        return [i for i, without in enumerate(every) if without]
+    return every
+
+
 def _gelu(args: Mapping[str, object]) -> str:
-    if args.get("squared_relu") is True:
-        return "relu2"
     return "gelu_tanh" if _is_tanh(args) else "gelu"
 
 

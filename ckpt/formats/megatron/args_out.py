@@ -7,10 +7,11 @@ them, without an error. Only args that were read from a file of Megatron-LM are 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
-from ...checkpoint.function import settings
+from ...checkpoint.function import Settings, settings
 from ...containers import pickles
 from ...containers.pickles import Global
 from ...errors import CheckpointError
@@ -26,15 +27,14 @@ _NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm")
 _LINEAR = ("linear_proj", "linear_fc1", "linear_fc2")
 # settings that args have no place for -> the values that change nothing
 _UNSAID: Mapping[str, tuple[object, ...]] = {
-    "embeddings scaled by sqrt(hidden size)": (None, False),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
 _EPSILON = 1e-5  # Megatron-LM's default
-_ACTIVATION = ("swiglu", "bias_gelu_fusion", "openai_gelu")  # all of it in args
-_PARTIAL = ("phi3",)  # families whose rotary positions may cover a part of a head
+_ACTIVATION = ("swiglu", "bias_gelu_fusion", "openai_gelu", "squared_relu")  # all of it in args
+_PARTIAL = "partial_rotary_factor"  # families that have it may rotate a part of a head
 _SCALES = re.compile(r".*(multiplier|scaling|softcap\w*|_scale|logit_cap)")
 
 
@@ -118,29 +118,50 @@ def args_for(
 def cannot_say(model: Model, args: Mapping[str, object], origin: str) -> list[str]:
     """What args do not say about a model, or say wrongly; empty if they say everything."""
     wanted, said = settings(model.config, model), says(args)
+    function = model.family.function
     rows = [
+        *function.beyond,
+        *(
+            f"{key} {shown(wanted[key])}"
+            for key, plain in function.plain.items()
+            if wanted.get(key) not in plain
+        ),
+    ]
+    rows += [
         f"{what} {shown(two)}"
         for what, one, two in contradicted(model, args).values()
         if one != two
     ]
     for what, value in wanted.items():
-        neutral = _UNSAID.get(what)
-        if neutral is None and what not in said and _SCALES.fullmatch(what):
+        neutral = None if what in function.plain else _UNSAID.get(what)
+        if neutral is None and what not in {*said, *function.plain} and _SCALES.fullmatch(what):
             neutral = (None, False, 1)
         if neutral is not None and value not in neutral:
             rows.append(f"{what} {shown(value)}")
     part = wanted["rotated part of a head"]
-    if part != 1 and model.family.name not in _PARTIAL:
+    if part != 1 and _PARTIAL not in function.defaults:
         rows.append(f"rotated part of a head {shown(part)}, which {model.family.name} has not")
-    head = wanted.get("query_pre_attn_scalar", model.sizes["hd"])
-    if head != model.sizes["hd"]:
-        rows.append(f"query_pre_attn_scalar {shown(head)}, heads of {model.sizes['hd']}")
+    rows += _scores_unsaid(wanted, model.sizes["hd"])
     rows += [
         f"{what} {shown(wanted[what])}"
-        for what in ("rope scaling", "attention window")
+        for what in ("rope scaling", "attention window", "layers without positions")
         if what not in said and wanted.get(what) is not None
     ]
     return rows + _tensors_unsaid(model, args)
+
+
+def _scores_unsaid(wanted: Settings, head: int) -> list[str]:
+    """Factors of attention scores other than one by the square root of the head size."""
+    rows = []
+    scalar = wanted.get("query_pre_attn_scalar")
+    if scalar is not None and scalar != head:
+        rows.append(f"query_pre_attn_scalar {shown(scalar)}, heads of {head}")
+    factor = wanted.get("factor of attention scores")
+    if factor is not None and not (
+        isinstance(factor, (int, float)) and math.isclose(factor, head**-0.5, rel_tol=1e-6)
+    ):
+        rows.append(f"attention_multiplier {shown(factor)}, heads of {head}")
+    return rows
 
 
 def say_options(args: Mapping[str, object]) -> list[str]:
@@ -162,6 +183,8 @@ def say_options(args: Mapping[str, object]) -> list[str]:
     window = args.get("window_size")
     if isinstance(window, tuple):
         asked.append("--window-size " + ",".join(map(str, window)))
+    if args.get("no_rope_freq") is not None:
+        asked.append(f"--no-rope-freq '{args['no_rope_freq']}'")
     if args["add_bias_linear"] and not args["swiglu"] and not args["bias_gelu_fusion"]:
         asked.append("--no-bias-gelu-fusion")
     if not asked:
@@ -207,8 +230,9 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         return default if value is None else _number_of(value, what, origin)
 
     learned, gated = "pos" in sizes, "gate" in sizes
+    without = "none" if wanted.get("alibi") is True else ""  # of positions in the embedding
     ffn = sizes["gate"] if gated else sizes["f"]
-    theta = _theta(config, origin)
+    theta = _theta(model, origin)
     bias = any(name.endswith("mlp.linear_fc1.bias") for name in names)
     # megatron-core's GELU is the exact one, and tanh's approximation where it is fused with a bias;
     # --openai-gelu counts for the models from before it alone
@@ -227,20 +251,20 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "kv_channels": sizes["hd"],
         "max_position_embeddings": positions,
         "seq_length": positions,
-        "position_embedding_type": "learned_absolute" if learned else "rope",
+        "position_embedding_type": "learned_absolute" if learned else without or "rope",
         "add_position_embedding": True,
         "rotary_base": int(theta) if float(theta).is_integer() else theta,
         "rotary_percent": number("rotated part of a head", 1.0),
-        "rotary_interleaved": False,
+        "rotary_interleaved": wanted["rotary pairs"] == "interleaved",
         **_scaling_args(wanted.get("rope scaling"), origin),
-        "normalization": "LayerNorm" if learned else "RMSNorm",
+        "normalization": "LayerNorm" if model.family.function.layer_norm else "RMSNorm",
         "norm_epsilon": epsilon,
         "layernorm_epsilon": epsilon,
         "apply_layernorm_1p": model.family.norm_offset == 1,
         "swiglu": gated,
         "bias_gelu_fusion": tanh,
         "openai_gelu": tanh,
-        "squared_relu": False,
+        "squared_relu": not gated and wanted["activation"] == "relu2",
         "add_bias_linear": bias,
         "add_qkv_bias": any(name.endswith("linear_qkv.bias") for name in names),
         "qk_layernorm": any(name.endswith("q_layernorm.weight") for name in names),
@@ -255,19 +279,24 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
+    if (resting := wanted["layers without positions"]) is not None:
+        assert isinstance(resting, list)
+        args["no_rope_freq"] = [int(layer in resting) for layer in range(sizes["layer"])]
     window = wanted.get("attention window")
     if type(window) is int:
         args["window_size"] = (window - 1, 0)  # without the token itself
     return args
 
 
-def _theta(config: Mapping[str, object], origin: str) -> float:
+def _theta(model: Model, origin: str) -> float:
     """The base of rotary frequencies; two different ones are refused elsewhere."""
+    config, default = model.config, model.family.function.defaults.get("rope_theta", 10000.0)
     new = config.get("rope_parameters")
-    base = config.get("rope_theta")
-    if base is None and isinstance(new, dict):
-        base = new.get("rope_theta")
-    return 10000.0 if base is None else _number_of(base, "rope_theta", origin)
+    tables = [new, new.get("full_attention")] if isinstance(new, dict) else []
+    said = [config.get("rope_theta"), config.get("rotary_emb_base")]
+    said += [table.get("rope_theta") for table in tables if isinstance(table, dict)]
+    base = next((value for value in said if value is not None), default)
+    return _number_of(base, "rope_theta", origin)
 
 
 def _scaling_args(scaling: object, origin: str) -> Args:

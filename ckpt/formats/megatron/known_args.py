@@ -17,7 +17,8 @@ _EXPRESSED = """
     norm_epsilon layernorm_epsilon apply_layernorm_1p layernorm_zero_centered_gamma swiglu
     gated_linear_unit activation_func openai_gelu bias_gelu_fusion add_bias_linear
     disable_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights
-    window_size attention_dropout init_method_std params_dtype bf16 fp16
+    squared_relu rotary_interleaved no_rope_freq window_size attention_dropout init_method_std
+    params_dtype bf16 fp16
 """
 EXPRESSED = frozenset(_EXPRESSED.split())
 
@@ -28,13 +29,10 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
     "attention_output_gate": (None, False),
-    "squared_relu": (None, False),
     "quick_geglu": (None, False),
     "glu_linear_offset": (None, 0.0),
     "activation_func_clamp_value": (None,),
-    "rotary_interleaved": (None, False),
     "mrope_section": (None,),
-    "no_rope_freq": (None,),
     "apply_residual_connection_post_layernorm": (None, False),
     "qk_l2_norm": (None, False),
     "softmax_type": (None, "vanilla"),

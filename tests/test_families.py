@@ -1,0 +1,181 @@
+"""Every family beside the first ones: files of transformers through random layouts and back, packed
+rows against plain torch ops, and what megatron-core computes, or why it cannot.
+
+Shapes: n query heads, g KV heads, d head size, F MLP width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from independent import Tensors, assert_same, load_hf, load_ranks, pack_glu, pack_qkv
+from megatron_computes import Computed
+from strategies import VARIANTS
+
+from shardwright.ckpt import CheckpointError, RunOptions, families, merge, reshard
+from shardwright.ckpt.checkpoint.config import load_model
+from shardwright.ckpt.model.placement import shapes_of
+
+QUIET = RunOptions(workers=1)
+N, G, D, H, F, LAYERS = 12, 6, 4, 24, 36, 4
+BASE: dict[str, Any] = {
+    "hidden_size": H, "num_attention_heads": N, "num_key_value_heads": G, "head_dim": D,
+    "intermediate_size": F, "num_hidden_layers": LAYERS, "vocab_size": 64,
+    "max_position_embeddings": 32, "initializer_range": 0.2, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+Rows = Callable[[Tensors], list[torch.Tensor]]  # layer 0's tensors, prefix cut -> q, k, v and so on
+
+
+def split(*names: str) -> Rows:
+    """Parts that are tensors of their own."""
+    return lambda layer: [layer[name] for name in names]
+
+
+QKV = split(*(f"self_attn.{x}_proj.weight" for x in "qkv"))
+QKV_BIAS = split(*(f"self_attn.{x}_proj.bias" for x in "qkv"))
+GATED = split("mlp.gate_proj.weight", "mlp.up_proj.weight")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A variant of a family."""
+
+    kind: str  # model_type
+    config: dict[str, Any] = field(default_factory=dict)  # beside BASE
+    refused: str = ""  # what args of Megatron-LM cannot say of it; empty: they say all
+    qkv: Rows = QKV
+    fc1: Rows = GATED  # gate and up, or one tensor
+    qkv_bias: Rows | None = None
+    groups: int = G
+    layer: str = "model.layers.0."
+
+    @property
+    def said(self) -> dict[str, Any]:
+        table = {**BASE, **self.config, "model_type": self.kind}
+        return {key: value for key, value in table.items() if value is not ...}
+
+
+TINY = {
+    "olmo2": Tiny("olmo2", refused="norms over all heads of q and k"),
+    "olmo2 bias": Tiny("olmo2", {"attention_bias": True}, "norms after", qkv_bias=QKV_BIAS),
+    "olmo3": Tiny("olmo3", {"sliding_window": 5}, "attention window"),
+    "granite": Tiny(
+        "granite",
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
+         "logits_scaling": 4.0},
+        "embedding_multiplier 12",
+    ),
+    "granite plain": Tiny("granite", {"attention_multiplier": D**-0.5}),
+    "granite scores": Tiny("granite", {}, "attention_multiplier 1"),  # the default of the class
+    "starcoder2": Tiny("starcoder2", fc1=split("mlp.c_fc.weight"), qkv_bias=QKV_BIAS),
+    "starcoder2 window": Tiny(
+        "starcoder2", {"sliding_window": 5}, fc1=split("mlp.c_fc.weight"), qkv_bias=QKV_BIAS
+    ),
+    "starcoder2 no bias": Tiny(
+        "starcoder2", {"use_bias": False}, "gelu_tanh", fc1=split("mlp.c_fc.weight")
+    ),
+    "smollm3": Tiny("smollm3"),
+    "smollm3 all rotate": Tiny("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    "smollm3 window": Tiny(
+        "smollm3", {"use_sliding_window": True, "sliding_window": 5}, "attention window"
+    ),
+}  # fmt: skip
+
+
+def test_every_family_is_tested_here_or_with_the_first_ones():
+    tested = {tiny.kind for tiny in TINY.values()} | {kind for kind, _ in VARIANTS.values()}
+    assert tested == set(families.tables())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Computed:
+    """Every model as transformers saves it, with norms and biases that are random too."""
+    computed = Computed(tmp_path_factory.mktemp("families"))
+    for name, tiny in TINY.items():
+        computed.model(name, tiny.said)
+    return computed
+
+
+def layouts(name: str) -> list[dict[str, Any]]:
+    """Two layouts, the second one with stages of unequal size."""
+    rng = random.Random(name)
+    cuts = sorted(rng.sample(range(1, LAYERS), rng.choice((1, 2))))
+    counts = tuple(b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True))
+    first, second = rng.sample((1, 2, 3, 6, 12), 2)
+    return [
+        {"tp": first, "pp": rng.choice((1, 2, 4))},
+        {"tp": second, "pp": len(counts), "pp_layers": counts},
+    ]
+
+
+def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """As transformers computes them; unexpected or missing names are an error."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_model_is_the_same_after_random_layouts(name, made, tmp_path):
+    source = made.folder / name
+    state = load_hf(source)
+    count = sum(math.prod(s) for s in shapes_of(load_model(source / "config.json")).values())
+    assert count == sum(x.numel() for x in state.values())
+    at = source
+    for i, layout in enumerate(layouts(name)):
+        reshard(at, tmp_path / str(i), run=QUIET, **layout)
+        at = tmp_path / str(i)
+    merge(at, tmp_path / "out", run=QUIET)
+    assert_same(load_hf(tmp_path / "out"), state)
+    config = (source / "config.json").read_text()
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(config)
+    assert made.logits[name].std() > 0.01
+    assert torch.equal(logits(tmp_path / "out", made.tokens), made.logits[name])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_packed_rows_are_those_of_plain_torch_ops(name, made, tmp_path):
+    tiny, tp = TINY[name], 3
+    reshard(made.folder / name, tmp_path / "out", tp=tp, run=QUIET)
+    ranks, state = load_ranks(tmp_path / "out"), load_hf(made.folder / name)
+    layer = {k.removeprefix(tiny.layer): x for k, x in state.items() if k.startswith(tiny.layer)}
+    mlp = tiny.fc1(layer)
+    wanted = {
+        "self_attention.linear_qkv.weight": pack_qkv(
+            *tiny.qkv(layer), tiny.groups, tp, "per_group"
+        ),
+        "mlp.linear_fc1.weight": pack_glu(*mlp, tp, "per_rank")
+        if len(mlp) == 2
+        else list(mlp[0].chunk(tp)),
+    }
+    if tiny.qkv_bias:
+        rows = tiny.qkv_bias(layer)
+        wanted["self_attention.linear_qkv.bias"] = pack_qkv(*rows, tiny.groups, tp, "per_group")
+    for t in range(tp):
+        found = {k: ranks[t, 0]["decoder.layers.0." + k] for k in wanted}
+        assert_same(found, {k: rows[t] for k, rows in wanted.items()})
+
+
+def test_megatron_core_computes_what_args_say_and_the_rest_is_refused_by_name(made):
+    pytest.importorskip("megatron.core")
+    for name, tiny in TINY.items():
+        if not tiny.refused:
+            made.write(name, "megatron", 1, 1)
+            continue
+        with pytest.raises(CheckpointError, match="--allow-incomplete-args") as error:
+            made.write(name, "megatron", 1, 1)
+        assert tiny.refused in str(error.value)
+    assert made.differing() == []

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.config import find_config, with_config
 from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
+from .completeness import incomplete_states
 from .errors import CheckpointError, raise_all
 from .formats import writers
 from .formats.hf.names import NAME as HF
 from .formats.native.names import NAME as SHARDS
 from .formats.side_files import side_files
 from .formats.writing import WholeFiles, WriteRequest
-from .integrity import incomplete_states
 from .jobs import Job, Report, RunOptions, check_place, run_job
 from .model.dtypes import CASTABLE, parse_dtype
 from .model.family import build_mesh

@@ -3,35 +3,92 @@
 Two kinds: xxh3-128 digests of whole files, which checkpoint.json or checksums.json list, and the
 CRC-32 that torch's zip archives record of each tensor's bytes. Parts without tensors (headers,
 pickles, directories) are checked whenever they are read. Memory: a buffer of 1 MiB for each thread.
+
+A conversion checks what a tensor lies in right before it moves the tensor: the second reading finds
+the bytes in the system's cache, so a source larger than memory is read from its disk once.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
 from .containers import torch_zip
 from .errors import raise_all
-from .model.dtypes import HALF
-from .model.file_layout import RecordedChecksum
-from .model.manifest import STATES, category_of, is_padding
+from .model.file_layout import RecordedChecksum, RecordedDigest
 from .move.progress import human
 
+if TYPE_CHECKING:
+    from .model.planner import Copy
+    from .move.files import Files
+
 Fault = tuple[str, str]  # the file, and a line that names it
+Recorded = RecordedDigest | RecordedChecksum
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What was compared with what is recorded."""
+def used_files(ckpt: Checkpoint) -> list[str]:
+    """The files that hold the checkpoint's tensors, without those that were left out."""
+    chunks = itertools.chain.from_iterable(ckpt.manifest.chunks.values())
+    return sorted({chunk.place.file for chunk in chunks})
 
-    faults: tuple[Fault, ...]
-    digests: int  # files with one
-    crcs: int  # ranges with one
-    nbytes: int  # read for the check
-    bare: tuple[str, ...]  # files that record nothing
+
+class SourceCheck:
+    """The checksums of the files that a job reads, each compared once, from any thread."""
+
+    def __init__(self, ckpt: Checkpoint, files: Collection[str]) -> None:
+        """Look up what is recorded, and compare the files' sizes; no tensor byte is read."""
+        recorded = {str(ckpt.path / name): row for name, row in ckpt.digests.items()}
+        own = {path: recorded[path] for path in sorted(files) if path in recorded}
+        self.faults = size_faults(ckpt, own)
+        marks = recorded_digests(own, self.faults)
+        marked = {path for path, (_, mark) in own.items() if mark}
+        crcs = recorded_crcs(ckpt, [path for path in sorted(files) if path not in marked])
+        covered = marked | {crc.file for crc in crcs}
+        self.digests, self.crcs = len(marks), len(crcs)
+        self.bare = tuple(path for path in sorted(files) if path not in covered)
+        self._items: list[Recorded] = sorted(
+            (*marks, *crcs), key=lambda item: (item.file, item.offset_bytes)
+        )
+        self.nbytes = sum(item.length_bytes for item in self._items)
+        self._taken = bytearray(len(self._items))
+        self._places: dict[str, _Places] = {}  # by file
+        for number, item in enumerate(self._items):
+            self._places.setdefault(item.file, _Places(number)).starts.append(item.offset_bytes)
+        self._lock = threading.Lock()
+
+    def before(self, copies: Iterable[Copy], files: Files, stop: threading.Event) -> None:
+        """Check what the sources of copies lie in, except what another worker has taken."""
+        numbers: set[int] = set()
+        for copy in copies:
+            if copy.src.file in self._places:
+                numbers.update(self._places[copy.src.file].touched(*copy.src.extent()))
+        self._check(sorted(numbers), files, stop)
+
+    def rest(self, files: Files, stop: threading.Event) -> None:
+        """Check everything that no worker has taken; for one that has nothing left to move."""
+        self._check(range(len(self._items)), files, stop)
+
+    def _check(self, numbers: Iterable[int], files: Files, stop: threading.Event) -> None:
+        for number in numbers:
+            with self._lock:
+                if self._taken[number]:
+                    continue
+                self._taken[number] = 1
+            fault = _fault(self._items[number], files, stop)
+            if fault is not None:
+                self.faults.append(fault)
+
+    def raise_faults(self) -> None:
+        """CheckpointError with every fault."""
+        raise_all(
+            (text for _, text in sorted(self.faults)),
+            "the source is damaged (--no-verify-source reads it as it is)",
+        )
 
     def line(self) -> str:
         """For reports."""
@@ -43,40 +100,28 @@ class Checked:
         return f"checksums of the source, all right: {', '.join(what)}, {human(self.nbytes)}{more}"
 
 
-def used_files(ckpt: Checkpoint) -> list[str]:
-    """The files that hold the checkpoint's tensors, without those that were left out."""
-    chunks = itertools.chain.from_iterable(ckpt.manifest.chunks.values())
-    return sorted({chunk.place.file for chunk in chunks})
+@dataclass(slots=True)
+class _Places:
+    """Where the checked ranges of one file begin; they do not overlap."""
+
+    first: int  # number of the first range
+    starts: list[int] = field(default_factory=list)  # bytes, rising
+
+    def touched(self, start: int, stop: int) -> Iterable[int]:
+        """Numbers of the ranges that a range of bytes touches, and maybe the one before it."""
+        low = max(0, bisect_right(self.starts, start) - 1)
+        high = bisect_left(self.starts, stop)
+        return range(self.first + low, self.first + high)
 
 
-def check_used(ckpt: Checkpoint, files: Collection[str], threads: int) -> Checked:
-    """Check the files that a job reads: sizes, and each file's digest or else its CRC-32s."""
-    recorded = {str(ckpt.path / name): row for name, row in ckpt.digests.items()}
-    own = {path: recorded[path] for path in sorted(files) if path in recorded}
-    marks = {path: mark for path, (_, mark) in own.items() if mark}
-    faults = size_faults(ckpt, own)
-    crcs = recorded_crcs(ckpt, [path for path in sorted(files) if path not in marks])
-    found = digests(sorted(marks), threads)
-    faults += [
-        (path, f"{path}: xxh3-128 {mark}, {marks[path]} is recorded")
-        for path, mark in sorted(found.items())
-        if mark != marks[path]
-    ]
-    faults += crc_faults(crcs, threads)
-    nbytes = sum(own[path][0] for path in marks) + sum(crc.length_bytes for crc in crcs)
-    covered = {*marks, *(crc.file for crc in crcs)}
-    bare = tuple(path for path in sorted(files) if path not in covered)
-    return Checked(tuple(faults), len(marks), len(crcs), nbytes, bare)
+def check_used(ckpt: Checkpoint, files: Collection[str]) -> SourceCheck:
+    """Check the files that are loaded: sizes, and each file's digest or else its CRC-32s."""
+    from .move.files import Files
 
-
-def check_source(ckpt: Checkpoint, files: Collection[str], threads: int) -> str:
-    """`check_used` for jobs: a line for the report, or CheckpointError with every fault."""
-    checked = check_used(ckpt, files, threads)
-    raise_all(
-        (text for _, text in checked.faults),
-        "the source is damaged (--no-verify-source reads it as it is)",
-    )
-    return checked.line()
+    check = SourceCheck(ckpt, files)
+    with Files() as opened:
+        check.rest(opened, threading.Event())
+    return check
 
 
 def size_faults(ckpt: Checkpoint, recorded: Mapping[str, tuple[int, str]]) -> list[Fault]:
@@ -90,6 +135,18 @@ def size_faults(ckpt: Checkpoint, recorded: Mapping[str, tuple[int, str]]) -> li
     return faults
 
 
+def recorded_digests(
+    recorded: Mapping[str, tuple[int, str]], faults: Iterable[Fault]
+) -> list[RecordedDigest]:
+    """The digests of files that have the recorded size."""
+    wrong = {path for path, _ in faults}
+    return [
+        RecordedDigest(path, size, mark)
+        for path, (size, mark) in recorded.items()
+        if mark and path not in wrong
+    ]
+
+
 def recorded_crcs(ckpt: Checkpoint, files: Iterable[str]) -> list[RecordedChecksum]:
     """The CRC-32s that files record of their tensors' bytes."""
     wanted = set(files)
@@ -101,80 +158,37 @@ def recorded_crcs(ckpt: Checkpoint, files: Iterable[str]) -> list[RecordedChecks
     return found
 
 
-def crc_faults(crcs: Iterable[RecordedChecksum], threads: int) -> list[Fault]:
-    """Ranges of files with another CRC-32 than recorded."""
+def faults_of(items: Iterable[Recorded], threads: int) -> list[Fault]:
+    """Files and ranges of files with another checksum than recorded."""
     from .move.executor import in_threads
-    from .move.files import SCRATCH_BYTES, Files, crc32
+    from .move.files import Files
 
-    faults: list[tuple[str, int, str]] = []
+    faults: list[Fault] = []
 
-    def loop(todo: Iterator[RecordedChecksum], stop: threading.Event) -> None:
-        scratch = memoryview(bytearray(SCRATCH_BYTES))
+    def loop(todo: Iterator[Recorded], stop: threading.Event) -> None:
         with Files() as files:
-            for crc in todo:
-                at, length = crc.offset_bytes, crc.length_bytes
-                now = crc32(crc.file, at, length, files, scratch)
-                if now != crc.crc32:
-                    text = f"CRC-32 {now:08x}, {crc.crc32:08x} is recorded"
-                    faults.append(
-                        (crc.file, at, f"{crc.file}: bytes {at} to {at + length}: {text}")
-                    )
+            for item in todo:
+                fault = _fault(item, files, stop)
+                if fault is not None:
+                    faults.append(fault)
 
-    in_threads(list(crcs), threads, loop)
-    return [(file, text) for file, _, text in sorted(faults)]
+    in_threads(list(items), threads, loop)
+    return sorted(faults)
 
 
-def digests(paths: Iterable[str], threads: int) -> dict[str, str]:
-    """The xxh3-128 of each file."""
-    from .move.executor import in_threads
-    from .move.files import Files, digest
+def _fault(item: Recorded, files: Files, stop: threading.Event) -> Fault | None:
+    """What is wrong with bytes that have a checksum."""
+    from .move.files import SCRATCH_BYTES, range_crc32, range_xxh3
 
-    found: dict[str, str] = {}
-
-    def loop(todo: Iterator[str], stop: threading.Event) -> None:
-        with Files() as files:
-            for path in todo:
-                found[path] = digest(path, files)
-
-    in_threads(list(paths), threads, loop)
-    return found
-
-
-_PAIR = ("exp_avg", "exp_avg_sq")  # Adam's moments: it keeps both for a tensor, or none
-
-
-def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
-    """(faults, warnings) of optimizer state that some weights have and others lack.
-
-    A weight with only one of Adam's two moments is a fault. So is a half-precision one with moments
-    and no master, if others have a master. Other states may exist for some weights only (Muon has
-    momentum for matrices). A weight without any was frozen, or its state was lost: a warning if
-    files do not record which weights the run trained.
-    """
-    names = [f for f in ckpt.manifest.tensors if not is_padding(f)]
-    held = {s: {f[len(s) + 1 :] for f in names if category_of(f) == s} for s in STATES}
-    weights = [f for f in names if category_of(f) == ""]
-    moments = set().union(*(have for state, have in held.items() if state != "master"))
-    faults = []
-    for state, other in (_PAIR, _PAIR[::-1]):
-        lost = [f for f in weights if f in held[other] and f not in held[state]]
-        if held[state] and lost:
-            faults.append(
-                f"{ckpt.path}: {state}: lacks {len(lost)} of the {len(held[other])} tensors that "
-                f"have {other}, first {lost[0]}"
-            )
-    half = [f for f in weights if ckpt.manifest.tensors[f].dtype in HALF]
-    lost = [f for f in half if f in moments and f not in held["master"]]
-    if held["master"] and lost:
-        faults.append(
-            f"{ckpt.path}: master: lacks {len(lost)} of the {len(half)} half-precision weights, "
-            f"first {lost[0]}"
-        )
-    stated, trained = (moments, weights) if moments else (held["master"], half)
-    bare = [f for f in trained if f not in stated and f not in (ckpt.frozen or ())]
-    if not bare or not stated:
-        return faults, []
-    text = f"{len(bare)} of {len(trained)} weights have no optimizer state, first {bare[0]}"
-    if ckpt.frozen is not None:
-        return [*faults, f"{ckpt.path}: {text}: it was lost"], []
-    return faults, [f"warning: {text}: they were frozen, or it was lost"]
+    scratch = memoryview(bytearray(min(SCRATCH_BYTES, max(1, item.length_bytes))))
+    place = (item.file, item.offset_bytes, item.length_bytes)
+    if isinstance(item, RecordedDigest):
+        now = range_xxh3(*place, files, scratch, stop)
+        text = f"xxh3-128 {now}, {item.xxh3_128} is recorded"
+        return None if now == item.xxh3_128 else (item.file, f"{item.file}: {text}")
+    crc = range_crc32(*place, files, scratch, stop)
+    if crc == item.crc32:
+        return None
+    at, stop_bytes = item.offset_bytes, item.offset_bytes + item.length_bytes
+    text = f"CRC-32 {crc:08x}, {item.crc32:08x} is recorded"
+    return item.file, f"{item.file}: bytes {at} to {stop_bytes}: {text}"

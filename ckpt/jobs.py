@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
 from .errors import CheckpointError, raise_all
-from .integrity import check_source
+from .integrity import SourceCheck
 from .model.design import Design, check_design
 from .model.dtypes import TO_TORCH
 from .model.manifest import SideFile, View
@@ -165,11 +165,6 @@ def run_job(job: Job, options: RunOptions) -> Report:
         else:
             _check_kept(design, made)
             report.notes.append(f"continued: {len(transaction.done)} tensors were already there")
-        if options.verify_source:
-            used = {copy.src.file for copy in (*made.copies, *made.replicas)}
-            report.notes.append(check_source(job.source, used, options.threads))
-        else:
-            report.notes.append("checksums of the source not checked (--no-verify-source)")
         sums = _move(job.source, made, design, options, transaction, report)
         names = {_name(root, path): row for path, row in sums.items()}
         for side in job.sides(design, names):
@@ -293,7 +288,8 @@ def _move(
     """Move every unit that is not done yet, and compare its replicas while they are cached.
 
     Returns each file's size and, with --checksum, its digest: CRC-32s and digests are computed
-    while the files grow.
+    while the files grow. What a unit is read from is checked right before; after a fault in it the
+    rest is checked, not moved.
     """
     from .move.compare import compare
     from .move.executor import Budget, Mover, run_units, units
@@ -310,7 +306,15 @@ def _move(
     overflows: Counter[str] = Counter()
     pending: dict[int, tuple[float, list[int]]] = {}
 
+    used = {copy.src.file for copy in (*made.copies, *made.replicas)}
+    check = SourceCheck(source, used) if options.verify_source else None
+
     def each(mover: Mover, index: int, unit: list[Copy]) -> None:
+        again = repeats.get(unit[0].fqn, [])
+        if check is not None:
+            check.before((*unit, *again), mover.files, mover.stop)
+            if check.faults:
+                return
         # read again what is kept: the staging folder may have changed since
         if index in transaction.done and compare(mover, unit, Tolerance(cast=True)) is None:
             progress.add(sum(copy.nbytes for copy in unit))
@@ -318,7 +322,6 @@ def _move(
             return
         mover.progress = progress.add
         mover.move(unit)
-        again = repeats.get(unit[0].fqn)
         if again:
             mover.progress = lambda nbytes: None
             found = compare(mover, again, Tolerance())
@@ -340,6 +343,8 @@ def _move(
             mover.overflows.clear()
 
     def finish(mover: Mover) -> None:
+        if check is not None:
+            check.rest(mover.files, mover.stop)
         follower.follow_all(mover.files, mover.stop)
         with lock:
             overflows.update(mover.overflows)
@@ -347,7 +352,11 @@ def _move(
     total = made.coverage.written_bytes
     with Progress(total, report.output.name, quiet=options.quiet) as progress:
         run_units(work, budget, each, finish=finish)
+    if check is not None:
+        check.raise_faults()
     raise_all(faults, "replicas differ", hint="to use the first copy: --replicas first")
+    unchecked = "checksums of the source not checked (--no-verify-source)"
+    report.notes.append(unchecked if check is None else check.line())
     report.notes += _overflow_notes(overflows, design)
     return follower.close(options.threads)
 

@@ -13,15 +13,9 @@ from .checkpoint.function import Settings, contradictions, settings
 from .checkpoint.json_io import load_json
 from .checkpoint.state import ABSENT, TrainingState
 from .checkpoint.types import Checkpoint, ReadOptions
+from .completeness import incomplete_states
 from .errors import CheckpointError
-from .integrity import (
-    crc_faults,
-    digests,
-    incomplete_states,
-    recorded_crcs,
-    size_faults,
-    used_files,
-)
+from .integrity import faults_of, recorded_crcs, recorded_digests, size_faults, used_files
 from .jobs import RunOptions
 from .model.box import full, row_major
 from .model.dtypes import CASTABLE
@@ -327,21 +321,16 @@ def _check_digests(ckpt: Checkpoint, options: RunOptions, verdict: Verdict) -> N
         text = f"{path}: is {ckpt.path.at(path).real()}, outside of {ckpt.path}; not read"
         verdict.add("file", path, text)
         del recorded[path]
-    marked = [path for path, (_, mark) in recorded.items() if mark and ckpt.path.at(path).is_file()]
     faults = size_faults(ckpt, recorded)
-    faults += [
-        (path, f"{path}: xxh3-128 {found}, {recorded[path][1]} is recorded")
-        for path, found in sorted(digests(marked, options.threads).items())
-        if found != recorded[path][1]
-    ]
+    marks = recorded_digests(recorded, faults)
     crcs = recorded_crcs(ckpt, used_files(ckpt))
-    faults += crc_faults(crcs, options.threads)
+    faults += faults_of([*marks, *crcs], options.threads)
     for path, text in faults:
         verdict.add("file", path, text)
     if crcs:
         nbytes = sum(crc.length_bytes for crc in crcs)
         verdict.notes.append(f"CRC-32 of records: {len(crcs)} checked, {human(nbytes)}")
-    verdict.notes.append(f"digests: {len(marked)} of {len(recorded)} files had one recorded")
+    verdict.notes.append(f"digests: {len(marks)} of {len(recorded)} files had one recorded")
     bare = [file.path for file in ckpt.files if file.path not in recorded]
     if recorded and bare:
         verdict.notes.append(f"not in the record of sizes and digests: {', '.join(bare)}")

@@ -157,3 +157,64 @@ def test_a_resume_refuses_what_is_damaged(places, tmp_path):
     with pytest.raises(TrainError, match=r"is damaged \(--no-verify-source") as error:
         _check_source(read_checkpoint(made), one_rank, lines.append)
     assert path.name in str(error.value)
+
+
+def test_what_a_tensor_lies_in_is_checked_right_before_it_is_moved(places, tmp_path, monkeypatch):
+    """All checks came first: a source larger than memory was read from its disk twice."""
+    from shardwright.ckpt import integrity
+    from shardwright.ckpt.move.executor import Mover
+
+    log: list[object] = []
+    move, check = Mover.move, integrity._fault
+    monkeypatch.setattr(Mover, "move", lambda *a: (log.append(a[1]), move(*a))[1])
+    monkeypatch.setattr(integrity, "_fault", lambda *a: (log.append(a[0]), check(*a))[1])
+    report = reshard(places["shards bin"], tmp_path / "x", tp=1, to="shards", run=QUIET)
+    checked: list[object] = []
+    for row in log:
+        if not isinstance(row, list):
+            checked.append(row)
+            continue
+        for copy in row:
+            start, stop = copy.src.extent()
+            lies = [c for c in checked if c.file == copy.src.file and c.offset_bytes <= start]
+            assert any(stop <= c.offset_bytes + c.length_bytes for c in lies), copy.fqn
+    assert len(checked) == len(set(checked))  # fused tensors and replicas: each record once
+    assert f"CRC-32 of records: {len(checked)}," in "\n".join(report.lines())
+    first_move = next(i for i, row in enumerate(log) if isinstance(row, list))
+    assert any(not isinstance(row, list) for row in log[first_move:])
+
+
+def test_every_damaged_record_is_named_wherever_the_first_one_lies(places, tmp_path):
+    made = Path(shutil.copytree(places["shards bin"], tmp_path / "damaged"))
+    opened = read_checkpoint(made)
+    wanted = set()
+    for fqn in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        view = opened.manifest.chunks[fqn][0].view
+        data = bytearray(Path(view.file).read_bytes())
+        data[view.offset_bytes] ^= 1
+        Path(view.file).write_bytes(data)
+        wanted.add(f"bytes {view.offset_bytes} to ")
+    with pytest.raises(CheckpointError, match=r"damaged .*\(3 faults\)") as error:
+        reshard(made, tmp_path / "x", tp=1, run=RunOptions(workers=3))
+    assert all(text in str(error.value) for text in wanted)
+
+
+def test_crc_32_has_the_same_values_with_and_without_isa_l(monkeypatch):
+    import importlib
+    import random
+    import sys
+    import zlib
+
+    from shardwright.ckpt.move import crc
+
+    fast = crc.crc32
+    monkeypatch.setitem(sys.modules, "isal", None)
+    slow = importlib.reload(crc).crc32
+    assert slow is zlib.crc32
+    monkeypatch.undo()
+    assert importlib.reload(crc).crc32 is fast
+    rng = random.Random(0)
+    assert fast(b"123456789", 0) == 0xCBF43926  # the check value of CRC-32/ISO-HDLC
+    for size in (*range(70), 1000, 65_537):
+        data, start = rng.randbytes(size), rng.getrandbits(32)
+        assert fast(memoryview(data), start) == slow(data, start)

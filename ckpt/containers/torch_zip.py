@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from ..errors import CheckpointError
 from ..model.dtypes import ITEMSIZE
 from ..model.file_layout import Checksum, FileLayout, Index, RecordedChecksum, Spec
+from ..move.crc import crc32
 from ..move.storage import MAX_PARSED_BYTES, OpenFile, Where, storage_path
 from . import torch_legacy
 from .budget import check_json
@@ -376,9 +376,9 @@ def _small(archive: _Archive, record: _Record) -> bytes:
             f"record {short(record.name)} has {record.size} bytes; the limit is {MAX_RECORD_BYTES}"
         )
     data = archive.read(record.offset, record.size)
-    if archive.summed and zlib.crc32(data) != record.crc:
+    if archive.summed and crc32(data, 0) != record.crc:
         raise archive.fault(
-            f"record {short(record.name)} has the CRC-32 {zlib.crc32(data):08x}, the archive "
+            f"record {short(record.name)} has the CRC-32 {crc32(data, 0):08x}, the archive "
             f"records {record.crc:08x}; the file is damaged, copy it again"
         )
     return data
@@ -522,7 +522,7 @@ class _Writer:
 
     def record(self, name: str, data: bytes) -> None:
         """A record whose bytes are known."""
-        self._start(name, len(data), zlib.crc32(data))
+        self._start(name, len(data), crc32(data, 0))
         self._add(data)
 
     def reserve(self, name: str, size: int) -> int:

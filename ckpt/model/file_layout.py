@@ -52,6 +52,16 @@ class RecordedChecksum:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedDigest:
+    """The xxh3-128, in hex, that is recorded of a whole file."""
+
+    file: str
+    length_bytes: int  # recorded with it
+    xxh3_128: str
+    offset_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Checksum:
     """A byte range whose CRC-32 (little-endian u32) must be written into ``slots``."""
 

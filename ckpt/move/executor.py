@@ -21,7 +21,7 @@ from ..model.dtypes import ITEMSIZE
 from ..model.manifest import View
 from ..model.planner import Copy
 from .cast import Array, cast, overflows, raw
-from .files import Files
+from .files import Files, Stopped
 from .interrupts import uninterrupted
 from .storage import LOCAL, Storage
 
@@ -136,10 +136,6 @@ def in_threads(
 def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         thread.join()
-
-
-class Stopped(Exception):
-    """Another thread failed, or the user interrupted."""
 
 
 @dataclass(slots=True)

@@ -7,18 +7,23 @@ reads and writes continue where they stopped.
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from threading import Event
 from types import TracebackType
 
 from ..errors import CheckpointError
 from ..model.file_layout import Checksum, FileLayout
+from .crc import crc32
 from .storage import LOCAL, Storage, StoragePath, told
 
 MAX_CALL_BYTES = 1 << 30
 MAX_OPEN_FILES = 64  # per thread; the usual limit of a process is 1024
 SCRATCH_BYTES = 1 << 20  # stays in the L2 cache, where copying is fastest
+
+
+class Stopped(Exception):
+    """Another thread failed, or the user interrupted."""
 
 
 class Files:
@@ -211,33 +216,65 @@ def copy_file(source: StoragePath, target: StoragePath) -> None:
             at += len(part)
 
 
-def crc32(path: str, offset: int, length: int, files: Files, scratch: memoryview) -> int:
-    """The CRC-32 of a range of a file."""
-    at, stop, crc = offset, offset + length, 0
-    while at < stop:
-        part = scratch[: min(len(scratch), stop - at)]
+def parts(
+    path: str,
+    offset: int,
+    length: int,
+    files: Files,
+    scratch: memoryview,
+    stop: Event | None = None,
+) -> Iterator[memoryview]:
+    """The bytes of a range, a scratch buffer at a time; `Stopped` once ``stop`` is set."""
+    at, end = offset, offset + length
+    while at < end:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        part = scratch[: min(len(scratch), end - at)]
         files.read_into(path, at, part)
-        crc = zlib.crc32(part, crc)
+        yield part
         at += len(part)
+
+
+def range_crc32(
+    path: str,
+    offset: int,
+    length: int,
+    files: Files,
+    scratch: memoryview,
+    stop: Event | None = None,
+) -> int:
+    """The CRC-32 of a range of a file."""
+    crc = 0
+    for part in parts(path, offset, length, files, scratch, stop):
+        crc = crc32(part, crc)
     return crc
 
 
-def seal(path: str, checksum: Checksum, files: Files, scratch: memoryview) -> None:
+def range_xxh3(
+    path: str,
+    offset: int,
+    length: int,
+    files: Files,
+    scratch: memoryview,
+    stop: Event | None = None,
+) -> str:
+    """The xxh3-128 of a range of a file, in hex."""
+    import xxhash
+
+    state = xxhash.xxh3_128()
+    for part in parts(path, offset, length, files, scratch, stop):
+        state.update(part)
+    return state.hexdigest()
+
+
+def seal(path: str, checksum: Checksum, files: Files, scratch: memoryview, stop: Event) -> None:
     """Write the CRC-32 of a range of a file into its slots."""
-    crc = crc32(path, checksum.offset_bytes, checksum.length_bytes, files, scratch)
+    crc = range_crc32(path, checksum.offset_bytes, checksum.length_bytes, files, scratch, stop)
     for slot in checksum.slots:
         files.write(path, slot, memoryview(crc.to_bytes(4, "little")))
 
 
 def digest(path: str, files: Files) -> str:
     """The xxh3-128 of a whole file, in hex."""
-    import xxhash
-
     scratch = memoryview(bytearray(SCRATCH_BYTES))
-    size, at, state = files.size(path), 0, xxhash.xxh3_128()
-    while at < size:
-        part = scratch[: min(len(scratch), size - at)]
-        files.read_into(path, at, part)
-        state.update(part)
-        at += len(part)
-    return state.hexdigest()
+    return range_xxh3(path, 0, files.size(path), files, scratch)

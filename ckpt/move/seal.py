@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ..model.design import Design, OutFile
 from ..model.file_layout import Checksum
-from .executor import Stopped, in_threads
-from .files import SCRATCH_BYTES, Files, seal
+from .executor import in_threads
+from .files import SCRATCH_BYTES, Files, Stopped, seal
 
 if TYPE_CHECKING:
     import xxhash
@@ -126,7 +126,7 @@ class _Trail:
                     break
                 _check(stop)
                 self._hash(min(final, self._open[self._sealed]), files, stop, scratch)
-                seal(self.path, todo, files, scratch)
+                seal(self.path, todo, files, scratch, stop)
                 self._sealed += 1
             self._hash(min(final, self._open[self._sealed]), files, stop, scratch)
         finally:

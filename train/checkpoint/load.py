@@ -113,7 +113,7 @@ def _check_source(ckpt: Checkpoint, held: RankState, log: Log) -> None:
     share = used_files(ckpt)[held.rank % world :: world]
     line = "recorded checksums of the source: all right"
     try:
-        checked = check_used(ckpt, share, threads=1)
+        checked = check_used(ckpt, share)
         mine = [text for _, text in checked.faults]
         line = checked.line() if world == 1 else line
     except CheckpointError as error:

@@ -44,6 +44,13 @@ def split(*names: str) -> Rows:
 QKV = split(*(f"self_attn.{x}_proj.weight" for x in "qkv"))
 QKV_BIAS = split(*(f"self_attn.{x}_proj.bias" for x in "qkv"))
 GATED = split("mlp.gate_proj.weight", "mlp.up_proj.weight")
+UP = split("mlp.up_proj.weight")
+QUARTER = {"hidden_size": 96, "head_dim": ...}  # heads of 8, of which 2 dims are rotated
+
+
+def FUSED(layer: Tensors) -> list[torch.Tensor]:
+    """gate and up of one tensor."""
+    return list(layer["mlp.gate_up_proj.weight"].chunk(2))
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,48 @@ TINY = {
     ),
     "starcoder2 no bias": Tiny(
         "starcoder2", {"use_bias": False}, "gelu_tanh", fc1=split("mlp.c_fc.weight")
+    ),
+    "gemma3": Tiny("gemma3_text", {"sliding_window": 5}, "norms after attention"),
+    "glm": Tiny("glm", fc1=FUSED, qkv_bias=QKV_BIAS),
+    "glm no bias": Tiny("glm", {"attention_bias": False, "partial_rotary_factor": 1.0}, fc1=FUSED),
+    "glm4": Tiny("glm4", {}, "norms after attention", fc1=FUSED, qkv_bias=QKV_BIAS),
+    "seed_oss": Tiny("seed_oss", qkv_bias=QKV_BIAS),
+    "seed_oss out": Tiny(
+        "seed_oss", {"attention_out_bias": True}, "linear_proj.bias", qkv_bias=QKV_BIAS
+    ),
+    "seed_oss biases": Tiny(
+        "seed_oss", {"attention_out_bias": True, "mlp_bias": True}, qkv_bias=QKV_BIAS
+    ),
+    "nemotron": Tiny("nemotron", fc1=UP),
+    "nemotron biases": Tiny(
+        "nemotron", {"attention_bias": True, "mlp_bias": True}, fc1=UP, qkv_bias=QKV_BIAS
+    ),
+    "arcee": Tiny("arcee", fc1=UP),
+    "stablelm": Tiny("stablelm", QUARTER),
+    "stablelm bias": Tiny("stablelm", {**QUARTER, "use_qkv_bias": True}, qkv_bias=QKV_BIAS),
+    "stablelm parallel": Tiny(
+        "stablelm", {**QUARTER, "use_parallel_residual": True}, "use_parallel_residual True"
+    ),
+    "stablelm norms": Tiny("stablelm", {**QUARTER, "qk_layernorm": True}, "qk_layernorm True"),
+    "cohere": Tiny("cohere", {}, "attention and MLP side by side"),
+    "cohere norms": Tiny(
+        "cohere", {"use_qk_norm": True, "logit_scale": 1.0}, "use_qk_norm True"
+    ),
+    "phi": Tiny(
+        "phi", {}, "side by side", fc1=split("mlp.fc1.weight"), qkv_bias=QKV_BIAS
+    ),
+    "phi norms": Tiny(
+        "phi", {"qk_layernorm": True, "head_dim": H // N}, "qk_layernorm True",
+        fc1=split("mlp.fc1.weight"), qkv_bias=QKV_BIAS,
+    ),
+    "opt": Tiny(
+        "opt", {"ffn_dim": F}, "positions that begin at row 2", fc1=split("fc1.weight"),
+        qkv_bias=QKV_BIAS, groups=N, layer="model.decoder.layers.0.",
+    ),
+    "opt after": Tiny(
+        "opt", {"ffn_dim": F, "do_layer_norm_before": False, "enable_bias": False},
+        "do_layer_norm_before False", fc1=split("fc1.weight"), groups=N,
+        layer="model.decoder.layers.0.",
     ),
     "smollm3": Tiny("smollm3"),
     "smollm3 all rotate": Tiny("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),

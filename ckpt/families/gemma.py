@@ -1,7 +1,8 @@
-"""Gemma and Gemma 2: tied head, any head size, norms stored zero-centred (times 1 + w).
+"""Gemma, Gemma 2 and 3: tied head, any head size, norms stored zero-centred (times 1 + w).
 
 Gemma 2 adds a norm after attention and one after the MLP; their stored names are those of
-Megatron-Bridge, since a plain GPTModel has no such tensors.
+Megatron-Bridge, since a plain GPTModel has no such tensors. Gemma 3 adds norms on q and k, and
+other rotary frequencies in layers with a window.
 """
 
 from __future__ import annotations
@@ -88,4 +89,30 @@ GEMMA2 = Family(
     tied_names=LLAMA.tied_names,
 )
 
-FAMILIES = (GEMMA, GEMMA2)
+GEMMA3 = Family(
+    name="gemma3",
+    model_types=("gemma3_text",),
+    sizes={**GEMMA2.sizes, "g": "num_key_value_heads|4"},
+    flags=_FLAGS,
+    rules=(
+        *GEMMA2.rules[:-3],
+        norm("self_attention.q_layernorm.weight", M + "self_attn.q_norm.weight", "hd"),
+        norm("self_attention.k_layernorm.weight", M + "self_attn.k_norm.weight", "hd"),
+        *GEMMA2.rules[-3:],
+    ),
+    norm_offset=1,
+    function=Function(
+        {
+            "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+            "query_pre_attn_scalar": 256, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+            "use_bidirectional_attention": False,
+        },
+        plain={"use_bidirectional_attention": (False, None)},
+        beyond=GEMMA2.function.beyond,
+        window=6,
+    ),
+    ignore=OLD_BUFFERS,
+    tied_names=LLAMA.tied_names,
+)  # fmt: skip
+
+FAMILIES = (GEMMA, GEMMA2, GEMMA3)

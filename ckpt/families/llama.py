@@ -21,8 +21,17 @@ from .rows import (
 
 _BIAS = ("attention_bias",)
 _DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
-_MLP_BIAS = ("mlp_bias",)
-_MLP_BIAS_PARTS = (Part(M + "mlp.gate_proj.bias", "gate"), Part(M + "mlp.up_proj.bias", "up"))
+MLP_BIAS = (
+    Rule(
+        D + "mlp.linear_fc1.bias",
+        "gate+up",
+        (Part(M + "mlp.gate_proj.bias", "gate"), Part(M + "mlp.up_proj.bias", "up")),
+        COLUMN,
+        groups="glu",
+        when=("mlp_bias",),
+    ),
+    norm("mlp.linear_fc2.bias", M + "mlp.down_proj.bias", when=("mlp_bias",)),
+)
 
 LLAMA = Family(
     name="llama",
@@ -38,15 +47,7 @@ LLAMA = Family(
         qkv_bias(_BIAS),
         norm("pre_mlp_layernorm.weight", M + "post_attention_layernorm.weight"),
         *gated_mlp(),
-        Rule(
-            D + "mlp.linear_fc1.bias",
-            "gate+up",
-            _MLP_BIAS_PARTS,
-            COLUMN,
-            groups="glu",
-            when=_MLP_BIAS,
-        ),
-        norm("mlp.linear_fc2.bias", M + "mlp.down_proj.bias", when=_MLP_BIAS),
+        *MLP_BIAS,
         final_norm("weight", "model.norm.weight"),
         *head(),
     ),

@@ -62,10 +62,12 @@ def embedding(fqn: str = "model.embed_tokens.weight") -> Rule:
     )
 
 
-def head(tied_to: str = "model.embed_tokens.weight") -> tuple[Rule, Rule]:
+def head(
+    tied_to: str = "model.embed_tokens.weight", fqn: str = "lm_head.weight"
+) -> tuple[Rule, Rule]:
     """The output layer: its own tensor, or the last stage's copy of the embedding."""
     axes: Axes = {"tp": Shard(0)}
-    own = (Part("lm_head.weight", "vocab h"),)
+    own = (Part(fqn, "vocab h"),)
     tied = (Part(tied_to, "vocab h"),)
     name = "output_layer.weight"
     return (
@@ -75,18 +77,28 @@ def head(tied_to: str = "model.embed_tokens.weight") -> tuple[Rule, Rule]:
 
 
 def norm(name: str, fqn: str, dim: str = "h", when: tuple[str, ...] = ()) -> Rule:
-    """A per-layer vector that every tp rank holds whole."""
+    """A per-layer tensor, mostly a vector, that every tp rank holds whole."""
     return Rule(D + name, dim, (Part(fqn, dim),), LAYER, when=when)
 
 
-def layer_norm(name: str, fqn: str) -> tuple[Rule, Rule]:
+def layer_norm(
+    name: str, fqn: str, dim: str = "h", when: tuple[str, ...] = ()
+) -> tuple[Rule, Rule]:
     """A per-layer LayerNorm: weight and bias."""
-    return norm(name + ".weight", fqn + ".weight"), norm(name + ".bias", fqn + ".bias")
+    return (
+        norm(name + ".weight", fqn + ".weight", dim, when),
+        norm(name + ".bias", fqn + ".bias", dim, when),
+    )
 
 
-def final_norm(name: str, fqn: str) -> Rule:
+def final_norm(name: str, fqn: str, when: tuple[str, ...] = ()) -> Rule:
     """The norm after the last layer."""
-    return Rule("decoder.final_layernorm." + name, "h", (Part(fqn, "h"),), {}, LAST)
+    return Rule("decoder.final_layernorm." + name, "h", (Part(fqn, "h"),), {}, LAST, when=when)
+
+
+def final_layer_norm(fqn: str, when: tuple[str, ...] = ()) -> tuple[Rule, Rule]:
+    """The LayerNorm after the last layer: weight and bias."""
+    return final_norm("weight", fqn + ".weight", when), final_norm("bias", fqn + ".bias", when)
 
 
 def qkv(prefix: str = M + "self_attn.") -> Rule:
@@ -102,9 +114,9 @@ def qkv(prefix: str = M + "self_attn.") -> Rule:
     )
 
 
-def qkv_bias(when: tuple[str, ...] = ()) -> Rule:
+def qkv_bias(when: tuple[str, ...] = (), prefix: str = M + "self_attn.") -> Rule:
     """The biases of q, k and v, packed as their weights."""
-    parts = tuple(Part(f"{M}self_attn.{x}_proj.bias", x) for x in "qkv")
+    parts = tuple(Part(f"{prefix}{x}_proj.bias", x) for x in "qkv")
     return Rule(
         D + "self_attention.linear_qkv.bias", "q+k+v", parts, COLUMN, groups="qkv", when=when
     )
@@ -113,6 +125,12 @@ def qkv_bias(when: tuple[str, ...] = ()) -> Rule:
 def attention_out(fqn: str = M + "self_attn.o_proj.weight") -> Rule:
     """The attention output projection, input features over tp."""
     return Rule(D + "self_attention.linear_proj.weight", "h q", (Part(fqn, "h q"),), ROW)
+
+
+def fused_gate_up(fqn: str = M + "mlp.gate_up_proj.weight") -> Rule:
+    """gate and up, which Hugging Face's files hold in one tensor."""
+    parts = (Part(fqn, "gate+up h"),)
+    return Rule(D + "mlp.linear_fc1.weight", "gate+up h", parts, COLUMN, groups="glu")
 
 
 def gated_mlp(prefix: str = M + "mlp.") -> tuple[Rule, Rule]:

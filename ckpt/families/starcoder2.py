@@ -10,7 +10,7 @@ from .rows import (
     M,
     attention_out,
     embedding,
-    final_norm,
+    final_layer_norm,
     head,
     layer_norm,
     norm,
@@ -35,8 +35,7 @@ STARCODER2 = Family(
         qkv_bias(_BIAS),
         *layer_norm("pre_mlp_layernorm", M + "post_attention_layernorm"),
         *plain_mlp(M + "mlp.c_fc", M + "mlp.c_proj", _BIAS),
-        final_norm("weight", "model.norm.weight"),
-        final_norm("bias", "model.norm.bias"),
+        *final_layer_norm("model.norm"),
         *head(),
     ),
     function=Function(

@@ -128,9 +128,18 @@ def reshard(
         allow_incomplete_args,
         adam,
     )
+    return _run(source, output, options, read or ReadOptions(), run or RunOptions())
+
+
+def _run(
+    source: Where,
+    output: str | Path | None,
+    options: ReshardOptions,
+    read: ReadOptions,
+    run: RunOptions,
+) -> Report:
     _check_applies(options)
-    job = _job(source, output, options, read or ReadOptions())
-    run = run or RunOptions()
+    job = _job(source, output, options, read)
     check_place(job.source, job.output)
     if run.overwrite:
         check_replaceable(job.output)

@@ -23,7 +23,9 @@ from .move.progress import Progress, human
 from .move.storage import storage_path
 
 if TYPE_CHECKING:
+    from .move.executor import Mover
     from .move.publish import OutputTransaction
+    from .move.seal import ChecksumFollower
 
 SYNC_SECONDS = 5.0  # a killed run loses at most this much work
 CHUNK_BYTES = 2048  # memory that a chunk of a manifest may take
@@ -277,6 +279,100 @@ def _create(design: Design) -> None:
         create(file.path, file.layout)
 
 
+class _Journal:
+    """Which units the workers have finished; they are journalled once their bytes are synced."""
+
+    def __init__(self, transaction: OutputTransaction) -> None:
+        self.transaction = transaction
+        self.lock = threading.Lock()
+        self.overflows: Counter[str] = Counter()  # finite values that a cast made infinite
+        self._pending: dict[int, tuple[float, list[int]]] = {}  # by worker: since when, units
+
+    def finished(self, mover: Mover, index: int) -> None:
+        """Note a unit; every ``SYNC_SECONDS`` the worker's units are synced and journalled."""
+        me = threading.get_ident()
+        since, units = self._pending.setdefault(me, (time.monotonic(), []))
+        units.append(index)
+        if time.monotonic() - since > SYNC_SECONDS:
+            mover.files.sync()
+            with self.lock:
+                self.transaction.record(units)
+            self.count_overflows(mover)
+            self._pending[me] = (time.monotonic(), [])
+
+    def count_overflows(self, mover: Mover) -> None:
+        """Add a worker's count to that of all."""
+        with self.lock:
+            self.overflows.update(mover.overflows)
+        mover.overflows.clear()
+
+
+class _Moving:
+    """What the workers of a job do with each unit, and what they share: journal, checks, faults."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        made: Plan,
+        options: RunOptions,
+        transaction: OutputTransaction,
+        follower: ChecksumFollower,
+        progress: Progress,
+    ) -> None:
+        from .move.compare import compare
+        from .move.executor import units
+
+        self.compare = compare
+        self.source, self.transaction = source, transaction
+        self.follower, self.progress = follower, progress
+        self.journal = _Journal(transaction)
+        self.repeats = {u[0].fqn: u for u in units(made.replicas)}
+        used = {copy.src.file for copy in (*made.copies, *made.replicas)}
+        self.check = SourceCheck(source, used) if options.verify_source else None
+        self.faults: list[str] = []  # replicas that differ
+
+    def each(self, mover: Mover, index: int, unit: list[Copy]) -> None:
+        """Move a unit, unless it is there already, and compare its replicas."""
+        again = self.repeats.get(unit[0].fqn, [])
+        if self.check is not None:
+            self.check.before((*unit, *again), mover.files, mover.stop)
+            if self.check.faults:
+                return
+        if self._is_kept(mover, index, unit):
+            self.progress.add(sum(copy.nbytes for copy in unit))
+            self.follower.finish(index)
+            return
+        mover.progress = self.progress.add
+        mover.move(unit)
+        if again and self._differ(mover, again):
+            return  # not journalled: --resume must compare it again
+        self.follower.finish(index)
+        self.follower.follow(unit, mover.files, mover.stop)
+        self.journal.finished(mover, index)
+
+    def _is_kept(self, mover: Mover, index: int, unit: list[Copy]) -> bool:
+        """Whether --resume found the unit; read again: the staging folder may have changed."""
+        if index not in self.transaction.done:
+            return False
+        return self.compare(mover, unit, Tolerance(cast=True)) is None
+
+    def _differ(self, mover: Mover, replicas: list[Copy]) -> bool:
+        mover.progress = lambda nbytes: None
+        found = self.compare(mover, replicas, Tolerance())
+        if found is not None:
+            with self.journal.lock:
+                tied = self.source.tied_to(replicas[0].fqn)
+                self.faults.append(f"{found.describe()}{tied}")
+        return found is not None
+
+    def finish(self, mover: Mover) -> None:
+        """The end of a worker."""
+        if self.check is not None:
+            self.check.rest(mover.files, mover.stop)
+        self.follower.follow_all(mover.files, mover.stop)
+        self.journal.count_overflows(mover)
+
+
 def _move(
     source: Checkpoint,
     made: Plan,
@@ -291,73 +387,24 @@ def _move(
     while the files grow. What a unit is read from is checked right before; after a fault in it the
     rest is checked, not moved.
     """
-    from .move.compare import compare
-    from .move.executor import Budget, Mover, run_units, units
+    from .move.executor import Budget, run_units, units
     from .move.seal import ChecksumFollower
 
     work = units(made.copies)
-    repeats: dict[str, list[Copy]] = {u[0].fqn: u for u in units(made.replicas)}
-    lonely = [fqn for fqn in repeats if fqn not in {u[0].fqn for u in work}]
-    assert not lonely, f"replicas of tensors that are not moved: {lonely}"
-    budget = Budget(options.threads, options.memory_budget)
     follower = ChecksumFollower(design, work, checksum=options.checksum)
-    lock = threading.Lock()
-    faults: list[str] = []
-    overflows: Counter[str] = Counter()
-    pending: dict[int, tuple[float, list[int]]] = {}
-
-    used = {copy.src.file for copy in (*made.copies, *made.replicas)}
-    check = SourceCheck(source, used) if options.verify_source else None
-
-    def each(mover: Mover, index: int, unit: list[Copy]) -> None:
-        again = repeats.get(unit[0].fqn, [])
-        if check is not None:
-            check.before((*unit, *again), mover.files, mover.stop)
-            if check.faults:
-                return
-        # read again what is kept: the staging folder may have changed since
-        if index in transaction.done and compare(mover, unit, Tolerance(cast=True)) is None:
-            progress.add(sum(copy.nbytes for copy in unit))
-            follower.finish(index)
-            return
-        mover.progress = progress.add
-        mover.move(unit)
-        if again:
-            mover.progress = lambda nbytes: None
-            found = compare(mover, again, Tolerance())
-            if found is not None:
-                with lock:
-                    tied = source.tied_to(unit[0].fqn)
-                    faults.append(f"{found.describe()}{tied}")
-                return  # not journalled: --resume must compare it again
-        follower.finish(index)
-        follower.follow(unit, mover.files, mover.stop)
-        since, finished = pending.setdefault(threading.get_ident(), (time.monotonic(), []))
-        finished.append(index)
-        if time.monotonic() - since > SYNC_SECONDS:
-            mover.files.sync()
-            with lock:
-                transaction.record(finished)
-                overflows.update(mover.overflows)
-            pending[threading.get_ident()] = (time.monotonic(), [])
-            mover.overflows.clear()
-
-    def finish(mover: Mover) -> None:
-        if check is not None:
-            check.rest(mover.files, mover.stop)
-        follower.follow_all(mover.files, mover.stop)
-        with lock:
-            overflows.update(mover.overflows)
-
     total = made.coverage.written_bytes
     with Progress(total, report.output.name, quiet=options.quiet) as progress:
-        run_units(work, budget, each, finish=finish)
-    if check is not None:
-        check.raise_faults()
-    raise_all(faults, "replicas differ", hint="to use the first copy: --replicas first")
+        moving = _Moving(source, made, options, transaction, follower, progress)
+        lonely = moving.repeats.keys() - {unit[0].fqn for unit in work}
+        assert not lonely, f"replicas of tensors that are not moved: {lonely}"
+        budget = Budget(options.threads, options.memory_budget)
+        run_units(work, budget, moving.each, finish=moving.finish)
+    if moving.check is not None:
+        moving.check.raise_faults()
+    raise_all(moving.faults, "replicas differ", hint="to use the first copy: --replicas first")
     unchecked = "checksums of the source not checked (--no-verify-source)"
-    report.notes.append(unchecked if check is None else check.line())
-    report.notes += _overflow_notes(overflows, design)
+    report.notes.append(unchecked if moving.check is None else moving.check.line())
+    report.notes += _overflow_notes(moving.journal.overflows, design)
     return follower.close(options.threads)
 
 

@@ -13,6 +13,16 @@ from . import options
 def _parser() -> argparse.ArgumentParser:
     made = options.parser("reshard", (__doc__ or "").replace("``", ""))
     options.add_checkpoint(made)
+    _add_layout(made)
+    _add_output(made)
+    _add_megatron(made)
+    options.add_reading(made)
+    options.add_running(made)
+    return made
+
+
+def _add_layout(made: argparse.ArgumentParser) -> None:
+    """The parallel layout of the output."""
     made.add_argument(
         "--tp",
         "--tensor-model-parallel-size",
@@ -45,15 +55,14 @@ def _parser() -> argparse.ArgumentParser:
         help="virtual stages of each pipeline stage (default: 1)",
     )
     made.add_argument("--pp-layers", metavar="10,10,8", help="layers of each pipeline stage")
+
+
+def _add_output(made: argparse.ArgumentParser) -> None:
+    """Where the output goes, its format, and which values it holds."""
     made.add_argument(
         "--to",
         metavar="FORMAT",
         help="shards, megatron, torch_dist or hf (default: as the source; hf becomes shards)",
-    )
-    made.add_argument(
-        "--use-distributed-optimizer",
-        action=argparse.BooleanOptionalAction,
-        help="form of the optimizer for Megatron-LM (default: distributed if dp > 1)",
     )
     made.add_argument(
         "--output", "--save-dir", "--save", metavar="PATH", help="default: DIR-tp4-pp2 next to DIR"
@@ -81,6 +90,15 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --to hf: export the optimizer's fp32 master weights",
     )
+
+
+def _add_megatron(made: argparse.ArgumentParser) -> None:
+    """What only Megatron-LM's formats take."""
+    made.add_argument(
+        "--use-distributed-optimizer",
+        action=argparse.BooleanOptionalAction,
+        help="form of the optimizer for Megatron-LM (default: distributed if dp > 1)",
+    )
     made.add_argument(
         "--allow-incomplete-args",
         action="store_true",
@@ -92,9 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of --to megatron and torch_dist: whose Adam loads the plain optimizer, Apex's and "
         "TransformerEngine's or torch's (default: as the source, else fused)",
     )
-    options.add_reading(made)
-    options.add_running(made)
-    return made
 
 
 def _layers(text: str | None, made: argparse.ArgumentParser) -> tuple[int, ...] | None:

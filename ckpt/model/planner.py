@@ -138,6 +138,17 @@ def plan(
             faults.append(f"{fqn}: {fault}")
         coverage.tensors += 1
     raise_all(faults, "the plan does not cover every element")
+    copies, replicas = _paired(source, target, found, coverage)
+    coverage.read_bytes = sum(c.box.numel * ITEMSIZE[c.source.dtype] for c in copies)
+    coverage.written_bytes = sum(c.nbytes for c in copies)
+    coverage.zero_bytes = sum(z.box.numel * ITEMSIZE[z.place.dtype] for z in zeros)
+    return Plan(copies, replicas, coverage, zeros)
+
+
+def _paired(
+    source: Manifest, target: Manifest, found: Mapping[str, Match], coverage: Coverage
+) -> tuple[list[Copy], list[Copy]]:
+    """The copies, and the replicas to compare, of all matches."""
     copies: list[Copy] = []
     replicas: list[Copy] = []
     for fqn, pairs in found.items():
@@ -147,10 +158,7 @@ def plan(
             Copy(fqn, b, ours[i].narrow(b), ours[j].narrow(b)) for i, j, b in pairs.repeats
         ]
         coverage.replicas += len({j for _, j, _ in pairs.repeats})
-    coverage.read_bytes = sum(c.box.numel * ITEMSIZE[c.source.dtype] for c in copies)
-    coverage.written_bytes = sum(c.nbytes for c in copies)
-    coverage.zero_bytes = sum(z.box.numel * ITEMSIZE[z.place.dtype] for z in zeros)
-    return Plan(copies, replicas, coverage, zeros)
+    return copies, replicas
 
 
 def resolve(made: Plan) -> Plan:

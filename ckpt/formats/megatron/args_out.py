@@ -32,6 +32,25 @@ _UNSAID: Mapping[str, tuple[object, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
+# what no output has: stages of other shapes, parallelism over contexts
+_FIXED: Mapping[str, object] = {
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "context_parallel_size": 1,
+    "rank": 0,  # classic files say their own
+    "ckpt_format": "torch",
+}
+# what a config says nothing of
+_OF_A_NEW_RUN: Mapping[str, object] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "num_experts": None,
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "consumed_train_samples": 0,
+    "consumed_valid_samples": 0,
+}
 _EPSILON = 1e-5  # Megatron-LM's default
 _ACTIVATION = ("swiglu", "bias_gelu_fusion", "openai_gelu", "squared_relu")  # all of it in args
 _PARTIAL = "partial_rotary_factor"  # families that have it may rotate a part of a head
@@ -62,6 +81,44 @@ def args_for(
     dtypes.ITEMSIZE. CheckpointError with ``origin`` for what args cannot say; with
     ``allow_incomplete``, ``notes`` names it.
     """
+    args = _model_args(model, source, transformer_engine, origin, allow_incomplete, notes)
+    layers = model.sizes["layer"]
+    args.update(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        transformer_pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 else None,
+        decoder_first_pipeline_num_layers=None if stages is None else stages[0],
+        decoder_last_pipeline_num_layers=None if stages is None else stages[-1],
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=tp,
+        data_parallel_size=dp,
+        world_size=tp * pp * dp,
+        padded_vocab_size=padded_vocab,
+        make_vocab_size_divisible_by=vocab_multiple,
+        use_distributed_optimizer=distributed,
+        params_dtype=Global("torch", TO_TORCH[dtype]),
+        bf16=dtype == "BF16",
+        fp16=dtype == "F16",
+        **_FIXED,
+    )
+    if "local_rank" in args:
+        args["local_rank"] = 0
+    if tp == 1:
+        args["sequence_parallel"] = False
+    return args
+
+
+def _model_args(
+    model: Model,
+    source: Mapping[str, object],
+    transformer_engine: bool,
+    origin: str,
+    allow_incomplete: bool,
+    notes: list[str],
+) -> Args:
+    """The source's args, else those that the config makes; CheckpointError as in ``args_for``."""
     args: Args = {key: decode(value, f"state megatron.args.{key}") for key, value in source.items()}
     made = _from_config(model, transformer_engine, origin)
     lacks = cannot_say(model, made, origin)
@@ -72,46 +129,12 @@ def args_for(
             "can say, and set up the rest by code of your own"
         )
     notes += [f"args lack ({ALLOW}): {row}" for row in lacks]
-    if args:  # if they contradict the model, its config was trusted
-        names = contradicted(model, source)
-        args |= {name: made.get(name) for name in names}
-        if "swiglu" in names:
-            args |= {name: made[name] for name in _ACTIVATION}
-    args = args or made
-    layers = model.sizes["layer"]
-    args.update(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        transformer_pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 else None,
-        num_virtual_stages_per_pipeline_rank=None,
-        pipeline_model_parallel_layout=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=tp,
-        context_parallel_size=1,
-        data_parallel_size=dp,
-        world_size=tp * pp * dp,
-        rank=0,
-        padded_vocab_size=padded_vocab,
-        make_vocab_size_divisible_by=vocab_multiple,
-        use_distributed_optimizer=distributed,
-        params_dtype=Global("torch", TO_TORCH[dtype]),
-        bf16=dtype == "BF16",
-        fp16=dtype == "F16",
-        ckpt_format="torch",
-    )
-    if "local_rank" in args:
-        args["local_rank"] = 0
-    if tp == 1:
-        args["sequence_parallel"] = False
-    if stages is not None:
-        args["decoder_first_pipeline_num_layers"] = stages[0]
-        args["decoder_last_pipeline_num_layers"] = stages[-1]
+    if not args:
+        return made
+    names = contradicted(model, source)  # then the config was trusted
+    args |= {name: made.get(name) for name in names}
+    if "swiglu" in names:
+        args |= {name: made[name] for name in _ACTIVATION}
     return args
 
 
@@ -232,7 +255,6 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
     learned, gated = "pos" in sizes, "gate" in sizes
     without = "none" if wanted.get("alibi") is True else ""  # of positions in the embedding
     ffn = sizes["gate"] if gated else sizes["f"]
-    theta = _theta(model, origin)
     bias = any(name.endswith("mlp.linear_fc1.bias") for name in names)
     # megatron-core's GELU is the exact one, and tanh's approximation where it is fused with a bias;
     # --openai-gelu counts for the models from before it alone
@@ -253,10 +275,9 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "seq_length": positions,
         "position_embedding_type": "learned_absolute" if learned else without or "rope",
         "add_position_embedding": True,
-        "rotary_base": int(theta) if float(theta).is_integer() else theta,
         "rotary_percent": number("rotated part of a head", 1.0),
         "rotary_interleaved": wanted["rotary pairs"] == "interleaved",
-        **_scaling_args(wanted.get("rope scaling"), origin),
+        **_rotary_args(model, wanted.get("rope scaling"), origin),
         "normalization": "LayerNorm" if model.family.function.layer_norm else "RMSNorm",
         "norm_epsilon": epsilon,
         "layernorm_epsilon": epsilon,
@@ -269,15 +290,10 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "add_qkv_bias": any(name.endswith("linear_qkv.bias") for name in names),
         "qk_layernorm": any(name.endswith("q_layernorm.weight") for name in names),
         "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
         "init_method_std": _number_of(spread, "initializer_range", origin),
-        "num_experts": None,
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
-        "tokenizer_type": "HuggingFaceTokenizer",
         "vocab_size": sizes["vocab"],
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
+        **_OF_A_NEW_RUN,
     }
     if (resting := wanted["layers without positions"]) is not None:
         assert isinstance(resting, list)
@@ -299,11 +315,16 @@ def _theta(model: Model, origin: str) -> float:
     return _number_of(base, "rope_theta", origin)
 
 
-def _scaling_args(scaling: object, origin: str) -> Args:
-    """Llama 3's scaling and linear interpolation; others are left out here, and refused later."""
+def _rotary_args(model: Model, scaling: object, origin: str) -> Args:
+    """The base, Llama 3's scaling and linear interpolation; another scaling is refused later."""
+    theta = _theta(model, origin)
     table = scaling if isinstance(scaling, dict) else {}
     kind, factor = table.get("rope_type"), table.get("factor", 8.0)
-    args: Args = {"use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    args: Args = {
+        "rotary_base": int(theta) if float(theta).is_integer() else theta,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+    }
     if kind == "llama3" and all(table.get(key) == value for key, value in LLAMA3.items()):
         args |= {"use_rope_scaling": True}
         args["rope_scaling_factor"] = _number_of(factor, "factor", origin)

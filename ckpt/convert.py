@@ -21,7 +21,8 @@ from .jobs import Job, Report, RunOptions, check_place, run_job
 from .model.dtypes import CASTABLE, parse_dtype
 from .model.family import build_mesh
 from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_padding
-from .model.mesh import AXES, interleaved, named_axes, split_by_counts
+from .model.mesh import AXES, Mesh, Stages, named_axes
+from .model.pipeline import interleaved, parse
 from .model.planner import Tolerance, by_category
 from .model.target import Target, main_dtype
 from .move.storage import Where, storage_path
@@ -55,6 +56,7 @@ class ReshardOptions:
     from_master: bool = False  # export the optimizer's fp32 masters
     allow_incomplete_args: bool = False  # write args of Megatron-LM that lack part of the model
     adam: str | None = None  # whose Adam megatron-core uses: fused or torch
+    pp_layout: str | None = None  # Megatron-LM's layout string
 
     def asked(self) -> list[str]:
         """The given options that not every format has."""
@@ -62,6 +64,7 @@ class ReshardOptions:
             **{f"--{axis}": size for axis, size in self.axes.items()},
             "--dp": self.dp,
             "--pp-layers": self.pp_layers,
+            "--pp-layout": self.pp_layout,
             "--vpp": self.vpp,
             "--safe-serialization": self.safe,
             "--make-vocab-size-divisible-by": self.vocab_multiple,
@@ -93,6 +96,7 @@ def reshard(
     from_master: bool = False,
     allow_incomplete_args: bool = False,
     adam: str | None = None,
+    pp_layout: str | None = None,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     **axes: int | None,
@@ -102,7 +106,8 @@ def reshard(
     ``to`` is shards, megatron, torch_dist or hf. What is None stays as in the source (a Hugging
     Face source is tp 1, pp 1 and becomes shards). ``dp`` splits the optimizer state over that many
     ranks, ``pp_layers`` gives the layers of each stage, ``vpp`` the virtual stages of each stage,
-    ``axes`` the ranks of further mesh axes. ``dtype`` casts the weights.
+    ``pp_layout`` both as Megatron-LM's layout string, ``axes`` the ranks of further mesh axes.
+    ``dtype`` casts the weights.
     ``use_distributed_optimizer`` picks the form of Megatron-LM's optimizer state.
     ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. A model that
     Megatron-LM's args cannot describe is refused without ``allow_incomplete_args``. ``adam`` names
@@ -127,6 +132,7 @@ def reshard(
         from_master,
         allow_incomplete_args,
         adam,
+        pp_layout,
     )
     return _run(source, output, options, read or ReadOptions(), run or RunOptions())
 
@@ -286,27 +292,49 @@ def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
         raise CheckpointError(f"--make-vocab-size-divisible-by {multiple}: must be at least 1")
     asked = {axis: size for axis, size in to.axes.items() if size is not None}
     sizes = {axis: asked.get(axis, ckpt.mesh.size(axis)) for axis in AXES}
-    stages = None
-    if to.pp_layers is not None:
-        if len(to.pp_layers) != asked.get("pp", len(to.pp_layers)):
-            raise CheckpointError(
-                f"--pp-layers names {len(to.pp_layers)} stages, --pp says {asked['pp']}"
-            )
-        sizes["pp"] = len(to.pp_layers)
-        stages = split_by_counts(model.sizes["layer"], to.pp_layers)
-    if to.vpp is not None:
-        if stages is not None:
-            raise CheckpointError("--vpp cuts layers evenly; --pp-layers cannot go with it")
-        stages = interleaved(model.sizes["layer"], sizes["pp"], to.vpp)
-    elif stages is None and "pp" not in asked:
-        stages = ckpt.mesh.owned.get("pp")
-    mesh = build_mesh(model, named_axes(sizes), stages)
+    mesh = _mesh(ckpt, to, sizes)
     dp = to.dp if to.dp is not None else ckpt.dp
     sharded = dp > 1 if to.dp is not None else ckpt.sharded
     sharded = to.distributed if to.distributed is not None else sharded
     safe = to.safe if to.safe is not None else not _is_bin(ckpt)
     step = None if to.weights_only and not ckpt.step else ckpt.step
     return Target(model, mesh, dp, sharded, multiple, safe, step)
+
+
+def _mesh(ckpt: Checkpoint, to: ReshardOptions, sizes: dict[str, int]) -> Mesh:
+    """The mesh of these sizes; stages stay the source's if nothing is said of them."""
+    model, layers = ckpt.need_model(), ckpt.need_model().sizes["layer"]
+    asked = to.axes.get("pp")
+    stages: Stages | None = None
+    mtp = None
+    if to.pp_layout is not None:
+        if to.pp_layers is not None:
+            raise CheckpointError(
+                "--pp-layout says the layers of each stage; leave out --pp-layers"
+            )
+        stages = parse(to.pp_layout, 1, layers, "--pp-layout").stages
+        sizes["pp"] = asked or len(stages[0]) // (to.vpp or 1) or 1
+        split = parse(to.pp_layout, sizes["pp"], layers, "--pp-layout")
+        stages, mtp = split.stages, split.mtp
+        if sizes["pp"] == 1 and len(stages[0]) > 1:
+            raise CheckpointError(f"--pp-layout {to.pp_layout}: virtual stages need pp above 1")
+        if to.vpp is not None and len(stages[0]) != to.vpp:
+            raise CheckpointError(
+                f"--pp-layout {to.pp_layout} on pp={sizes['pp']} has {len(stages[0])} virtual "
+                f"stages for each rank, --vpp says {to.vpp}"
+            )
+    elif to.pp_layers is not None:
+        if len(to.pp_layers) != (asked or len(to.pp_layers)):
+            raise CheckpointError(
+                f"--pp-layers names {len(to.pp_layers)} stages, --pp says {asked}"
+            )
+        sizes["pp"] = len(to.pp_layers)
+        stages = interleaved(layers, sizes["pp"], to.vpp or 1, to.pp_layers)
+    elif to.vpp is not None:
+        stages = interleaved(layers, sizes["pp"], to.vpp)
+    elif asked is None:
+        stages, mtp = ckpt.mesh.stages.get("pp"), ckpt.mesh.mtp
+    return build_mesh(model, named_axes(sizes), stages, mtp)
 
 
 def _is_bin(ckpt: Checkpoint) -> bool:

@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,15 @@ def golden() -> Path:
     if not GOLDEN.is_dir():
         pytest.skip(f"no golden checkpoints: {GOLDEN} does not exist")
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def golden_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The second golden set: experts, latent attention, pipeline layouts."""
+    packed = GOLDEN.with_name("golden-moe.tar.xz")
+    if not packed.is_file():
+        pytest.skip(f"no golden checkpoints: {packed} does not exist")
+    into = tmp_path_factory.mktemp("golden-moe")
+    with tarfile.open(packed) as archive:
+        archive.extractall(into, filter="data")
+    return into / "golden-moe"

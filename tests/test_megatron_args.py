@@ -97,8 +97,9 @@ UNSAID: dict[str, tuple[dict[str, object], str]] = {
 def _made(config: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """The args of a model, and what they cannot say."""
     notes: list[str] = []
+    model = model_from(config, "x")
     args = args_out.args_for(
-        model_from(config, "x"), {}, tp=1, pp=1, dp=1, vpp=1, stages=None, padded_vocab=32,
+        model, {}, mesh=build_mesh(model, (("tp", 1), ("pp", 1))), dp=1, padded_vocab=32,
         vocab_multiple=1, distributed=False, dtype="F32", allow_incomplete=True, notes=notes,
     )  # fmt: skip
     return args, notes
@@ -124,9 +125,10 @@ def test_what_args_cannot_say_is_refused_by_name(name: str) -> None:
     config, said = UNSAID[name]
     _, notes = _made(config)
     assert any(said in note and note.startswith("args lack") for note in notes), notes
+    model = model_from(config, "x")
     with pytest.raises(CheckpointError, match="--allow-incomplete-args") as caught:
         args_out.args_for(
-            model_from(config, "x"), {}, tp=1, pp=1, dp=1, vpp=1, stages=None, padded_vocab=32,
+            model, {}, mesh=build_mesh(model, (("tp", 1), ("pp", 1))), dp=1, padded_vocab=32,
             vocab_multiple=1, distributed=False, dtype="F32", notes=[],
         )  # fmt: skip
     assert said in str(caught.value)

@@ -19,7 +19,7 @@ from independent import megatron_files
 from safetensors.torch import save_file
 from test_megatron import CONFIG, GPT2, TRUE_ROWS, _gpt2, _llama
 
-from shardwright.ckpt import CheckpointError, ReadOptions, merge, reshard, verify
+from shardwright.ckpt import ReadOptions, merge, reshard, verify
 from shardwright.tools import reshard as command
 
 LLAMA, DP = "llama_bf16_tp2pp2_torch", "llama_bf16_tp1pp2dp2_distopt_"
@@ -277,12 +277,16 @@ def test_hugging_face_weights_become_a_release(config, tmp_path) -> None:
     assert verify(source, tmp_path / "again").same
 
 
-def test_uneven_stages_that_args_cannot_say_are_refused(golden, tmp_path) -> None:
+def test_uneven_stages_are_said_by_the_simplest_args(golden, tmp_path) -> None:
     source = golden / "llama8_fp32_tp2pp2vpp2_torch"
-    reshard(source, tmp_path / "made", to="megatron", tp=1, pp_layers=[1, 3, 3, 1])
-    assert verify(source, tmp_path / "made").same
-    with pytest.raises(CheckpointError, match="the first and the last alone"):
-        reshard(source, tmp_path / "other", to="megatron", tp=1, pp_layers=[1, 2, 4, 1])
+    for number, (counts, layout) in enumerate({(1, 3, 3, 1): None,
+                                               (1, 2, 4, 1): "Et|tt|tttt|tL"}.items()):  # fmt: skip
+        made = tmp_path / f"{number}"
+        reshard(source, made, to="megatron", tp=1, pp_layers=counts)
+        assert verify(source, made).same
+        args = vars(next(iter(megatron_files(made).values()))["args"])
+        assert args["pipeline_model_parallel_layout"] == layout
+        assert args["decoder_first_pipeline_num_layers"] == (None if layout else 1)
 
 
 def test_the_command_says_what_it_wrote_and_how_to_load_it(golden, tmp_path, capsys) -> None:

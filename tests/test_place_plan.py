@@ -25,7 +25,8 @@ from shardwright.ckpt.model.chunk_builder import ChunkBuilder
 from shardwright.ckpt.model.family import build_mesh, mesh_flags
 from shardwright.ckpt.model.layout import PACKINGS, default_layout, rounds
 from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View, is_padding
-from shardwright.ckpt.model.mesh import Mesh, split_evenly
+from shardwright.ckpt.model.mesh import Mesh
+from shardwright.ckpt.model.pipeline import single, split_evenly
 from shardwright.ckpt.model.placement import Placement, logical_shapes, place
 from shardwright.ckpt.move import storage
 
@@ -444,7 +445,7 @@ def model_of(case, folder):
 
 
 def placed_on(model, tp: int, pp: int, layout=None, multiple: int = 4):
-    mesh = Mesh((("tp", tp), ("pp", pp)), {"pp": split_evenly(model.sizes["layer"], pp)})
+    mesh = Mesh((("tp", tp), ("pp", pp)), {"pp": single(split_evenly(model.sizes["layer"], pp))})
     rules = model.family.select(model.flags | mesh_flags(mesh))
     unit = multiple * tp
     sizes = {**model.sizes, "padded_vocab": -(-model.sizes["vocab"] // unit) * unit}

@@ -60,6 +60,12 @@ def _add_layout(made: argparse.ArgumentParser) -> None:
 def _add_output(made: argparse.ArgumentParser) -> None:
     """Where the output goes, its format, and which values it holds."""
     made.add_argument(
+        "--pp-layout",
+        "--pipeline-model-parallel-layout",
+        metavar="'Et*3|(tt|)*29,m|L'",
+        help="layers of each virtual stage, in Megatron-LM's words",
+    )
+    made.add_argument(
         "--to",
         metavar="FORMAT",
         help="shards, megatron, torch_dist or hf (default: as the source; hf becomes shards)",
@@ -128,9 +134,13 @@ def command(argv: Sequence[str]) -> int:
     layers = _layers(args.pp_layers, made)
     source = options.checkpoint_of(args, made)
     axes = {axis: getattr(args, axis) for axis in AXES}
-    layout = (layers, args.dp, args.to, args.vpp, args.use_distributed_optimizer, *axes.values())
+    layout = (layers, args.dp, args.to, args.vpp, args.pp_layout, args.use_distributed_optimizer,
+              *axes.values())  # fmt: skip
     if all(value is None for value in layout):
-        made.error("name the new layout: --tp, --pp, --pp-layers, --vpp or --dp; or a format: --to")
+        made.error(
+            "name the new layout: --tp, --pp, --pp-layers, --pp-layout, --vpp or --dp; or a "
+            "format: --to"
+        )
     from shardwright.ckpt import reshard
     from shardwright.ckpt.move.progress import parse_bytes
 
@@ -146,6 +156,7 @@ def command(argv: Sequence[str]) -> int:
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
         to=args.to,
         vpp=args.vpp,
+        pp_layout=args.pp_layout,
         use_distributed_optimizer=args.use_distributed_optimizer,
         max_shard_size=parse_bytes(args.max_shard_size) if args.max_shard_size else None,
         from_master=args.from_master,

@@ -15,7 +15,7 @@ M = "model.layers.{layer}."
 LAYER: Axes = {"pp": ShardByIndex("layer")}  # replicated over tp
 COLUMN: Axes = {"tp": Shard(0), "pp": ShardByIndex("layer")}
 ROW: Axes = {"tp": Shard(1), "pp": ShardByIndex("layer")}
-FIRST, LAST = {"pp": 0}, {"pp": -1}
+FIRST, LAST = {"pp": "first"}, {"pp": "last"}
 
 HEADS = (
     Check("{n} query heads do not divide over {g} KV heads", "n", "g"),

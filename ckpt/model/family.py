@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
-from .mesh import Mesh, Shard, ShardByIndex, split_evenly
+from .mesh import Mesh, Shard, ShardByIndex, Stages
+from .pipeline import single, split_evenly
 
 Sizes = Mapping[str, int]  # symbol of a dims string -> elements
 Axes = Mapping[str, Shard | ShardByIndex]  # mesh axis -> how it cuts a stored tensor
@@ -56,7 +57,8 @@ class Rule:
     dims: str  # stored dims
     parts: tuple[Part, ...]
     axes: Axes = field(default_factory=dict)
-    on: Mapping[str, int] = field(default_factory=dict)  # axis -> the only rank; -1 = last
+    # axis -> where the only rank with it is, by meaning: see Mesh.place
+    on: Mapping[str, str] = field(default_factory=dict)
     groups: str = ""  # layout tag that says how segments interleave ("qkv", "glu")
     pad: str = ""  # segment of dim 0 that is padded
     when: tuple[str, ...] = ()  # flags that must hold; "!flag" must not
@@ -189,22 +191,23 @@ class Model:
 def build_mesh(
     model: Model,
     axes: tuple[tuple[str, int], ...],
-    stages: tuple[tuple[int, ...], ...] | None = None,
+    stages: Stages | None = None,
+    mtp: tuple[int, int] | None = None,
 ) -> Mesh:
     """A mesh in which each rank owns an equal share of layers (or other indices).
 
-    ``stages`` gives the layers of each rank of pp. Raises CheckpointError for an axis of several
-    ranks that cuts no row: all its ranks would hold the same.
+    ``stages`` gives the layers of each rank of pp, ``mtp`` is the mesh's. Raises CheckpointError
+    for an axis of several ranks that cuts no row: all its ranks would hold the same.
     """
-    owned = {} if stages is None else {"pp": stages}
+    found = {} if stages is None else {"pp": stages}
     used = {"pp"}
     rules = model.family.select(model.flags)
     for axis, at in itertools.chain(*(rule.axes.items() for rule in rules)):
         used.add(axis)
-        if isinstance(at, ShardByIndex) and axis not in owned:
+        if isinstance(at, ShardByIndex) and axis not in found:
             ranks = dict(axes).get(axis, 1)
-            owned[axis] = split_evenly(model.sizes[at.name], ranks, at.name, axis)
+            found[axis] = single(split_evenly(model.sizes[at.name], ranks, at.name, axis))
     for axis, size in axes:
         if size > 1 and axis not in used:
             raise CheckpointError(f"{axis}={size}: nothing of this model is split over {axis}")
-    return Mesh(axes, owned)
+    return Mesh(axes, found, mtp)

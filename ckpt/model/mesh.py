@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import CheckpointError
-
 AXES: tuple[str, ...] = ("tp", "pp")  # of file names, in their order
 Coord = tuple[tuple[str, int], ...]  # (axis, rank) pairs in the mesh's order
+# rank of an axis -> its virtual stages -> the indices that each owns; a stage may be empty
+Stages = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,17 @@ class Mesh:
     """Ordered axis -> size, and which indices each rank of an indexed axis owns."""
 
     axes: tuple[tuple[str, int], ...]
-    # axis -> for each rank, the indices it owns, in the order it holds them
-    owned: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    stages: Mapping[str, Stages] = field(default_factory=dict)  # of each indexed axis
+    # rank and virtual stage of the layers that predict further tokens; None: the last
+    mtp: tuple[int, int] | None = None
+
+    @property
+    def owned(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Axis -> for each rank, the indices it owns, in the order of its virtual stages."""
+        return {
+            axis: tuple(tuple(itertools.chain.from_iterable(rank)) for rank in stages)
+            for axis, stages in self.stages.items()
+        }
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``; 1 for an axis that the mesh does not have."""
@@ -47,72 +56,26 @@ class Mesh:
         for ranks in itertools.product(*(range(size) for _, size in self.axes)):
             yield tuple(zip(names, ranks, strict=True))
 
-    def owner(self, axis: str, index: int) -> int:
-        """The rank of ``axis`` that owns ``index``."""
-        for rank, owned in enumerate(self.owned[axis]):
-            if index in owned:
-                return rank
-        raise AssertionError(f"index {index} is owned by no rank of {axis}: {self.owned[axis]}")
+    def place(self, axis: str, where: str) -> tuple[int, int]:
+        """The rank of ``axis``, and its virtual stage, that a row without indices lies on.
+
+        ``where`` is one of ``first``, ``last``, ``last_index`` (that of the highest index) and
+        ``mtp``.
+        """
+        stages = self.stages.get(axis, (((),),) * self.size(axis))
+        last = len(stages) - 1, len(stages[-1]) - 1
+        if where == "last_index":
+            ends = {
+                max(owned): (rank, stage)
+                for rank, each in enumerate(stages)
+                for stage, owned in enumerate(each)
+                if owned
+            }
+            return ends[max(ends)] if ends else last
+        assert where in ("first", "last", "mtp"), where
+        return (0, 0) if where == "first" else self.mtp or last if where == "mtp" else last
 
 
 def named_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """The axes of a mesh of these sizes: always tp and pp, others if they have several ranks."""
     return tuple((a, sizes.get(a, 1)) for a in AXES if a in ("tp", "pp") or sizes.get(a, 1) > 1)
-
-
-def split_evenly(
-    count: int, ranks: int, what: str = "layer", axis: str = "pp"
-) -> tuple[tuple[int, ...], ...]:
-    """``count`` indices over ``ranks``, contiguous and equal; CheckpointError if they do not
-    divide.
-
-    ``what`` (``layer``, ``expert``) and ``axis`` are for the message.
-    """
-    if count % ranks:
-        hint = ""
-        if axis == "pp" and ranks <= count:
-            hint = f"; name the stages with --pp-layers, for example {_uneven(count, ranks)}"
-        raise CheckpointError(f"{count} {what}s do not divide over {axis}={ranks}{hint}")
-    return split_by_counts(count, (count // ranks,) * ranks)
-
-
-def split_by_counts(count: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Stage s gets the next ``counts[s]`` indices; every index must have an owner."""
-    if sum(counts) != count or min(counts, default=0) < 0:
-        raise CheckpointError(
-            f"--pp-layers {','.join(map(str, counts))} names {sum(counts)} layers, "
-            f"the model has {count}"
-        )
-    starts = itertools.accumulate(counts, initial=0)
-    return tuple(tuple(range(s, s + n)) for s, n in zip(starts, counts, strict=False))
-
-
-def interleaved(count: int, ranks: int, vpp: int) -> tuple[tuple[int, ...], ...]:
-    """``count`` layers over ``ranks`` stages of ``vpp`` virtual ones, in Megatron-LM's order.
-
-    Virtual stage c of rank p holds n layers from (c * ranks + p) * n on; n = count / ranks / vpp.
-    """
-    if vpp > 1 and ranks == 1:
-        raise CheckpointError(f"--vpp {vpp}: virtual stages need pipeline stages; pp is 1")
-    if count % (ranks * vpp):
-        raise CheckpointError(f"{count} layers do not divide over pp={ranks} with --vpp {vpp}")
-    n = count // (ranks * vpp)
-    return tuple(
-        tuple((c * ranks + p) * n + i for c in range(vpp) for i in range(n)) for p in range(ranks)
-    )
-
-
-def runs(layers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """A stage's layers as runs of consecutive numbers: its virtual stages."""
-    found: list[list[int]] = []
-    for layer in layers:
-        if found and layer == found[-1][-1] + 1:
-            found[-1].append(layer)
-        else:
-            found.append([layer])
-    return [tuple(run) for run in found]
-
-
-def _uneven(count: int, ranks: int) -> str:
-    base, more = divmod(count, ranks)
-    return ",".join(str(base + (rank < more)) for rank in range(ranks))

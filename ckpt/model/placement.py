@@ -52,6 +52,7 @@ class Placed:
     shape: tuple[int, ...]  # the rank's, elements
     geometry: tuple[Piece, ...]  # they tile the stored tensor; names with placeholders
     numbers: tuple[tuple[str, int], ...] = ()  # placeholder -> its value
+    stage: int = 0  # virtual stage of its rank
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -130,10 +131,11 @@ def place(
     geometries: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
     made: dict[tuple[object, ...], list[Placed]] = {}
     placed: dict[Coord, list[Placed]] = {coord: [] for coord in mesh.coords()}
+    only = [{a: mesh.place(a, where) for a, where in rule.on.items()} for rule in rules]
     for coord, rows in placed.items():
         ranks = dict(coord)
         for number, rule in enumerate(rules):
-            if not all(ranks.get(a, 0) == r % mesh.size(a) for a, r in rule.on.items()):
+            if any(ranks.get(a, 0) != rank for a, (rank, _) in only[number].items()):
                 continue
             cut = [a for a, at in rule.axes.items() if isinstance(at, Shard)]
             shared = (number, *(ranks.get(a, 0) for a in cut))
@@ -141,7 +143,9 @@ def place(
             if shared not in geometries:
                 geometries[shared] = _geometry(rule, scope, mesh, ranks, layout)
             if same not in made:
-                made[same] = list(_instances(rule, scope, mesh, ranks, *geometries[shared]))
+                stage = max((stage for _, stage in only[number].values()), default=0)
+                held = _instances(rule, scope, mesh, ranks, *geometries[shared], stage)
+                made[same] = list(held)
             rows.extend(made[same])
     return placed
 
@@ -153,19 +157,26 @@ def _instances(
     ranks: Mapping[str, int],
     shape: tuple[int, ...],
     pieces: tuple[Piece, ...],
+    stage: int,
 ) -> Iterator[Placed]:
-    """One stored tensor per layer (or expert) that this rank owns; geometry is shared."""
+    """One stored tensor per layer (or expert) that this rank owns; geometry is shared.
+
+    ``stage`` is the virtual stage of a tensor that has no index.
+    """
     owner = {at.name: axis for axis, at in rule.axes.items() if isinstance(at, ShardByIndex)}
     names = placeholders(rule.name)
-    ranges = [
-        mesh.owned[owner[n]][ranks.get(owner[n], 0)]
-        if n in owner and owner[n] in mesh.owned
-        else range(scope[n])
-        for n in names
-    ]
+    ranges: list[list[tuple[int, int]]] = []  # of each name: (virtual stage, index)
+    for name in names:
+        stages = mesh.stages.get(owner.get(name, ""))
+        if stages is None:
+            ranges.append([(stage, index) for index in range(scope[name])])
+        else:
+            own = stages[ranks.get(owner[name], 0)]
+            ranges.append([(v, index) for v, owned in enumerate(own) for index in owned])
     for values in itertools.product(*ranges):
-        numbers = tuple(zip(names, values, strict=True))
-        yield Placed(fill(rule.name, dict(numbers)), shape, pieces, numbers)
+        numbers = tuple((name, index) for name, (_, index) in zip(names, values, strict=True))
+        at = max((v for v, _ in values), default=stage)
+        yield Placed(fill(rule.name, dict(numbers)), shape, pieces, numbers, at)
 
 
 def _too_many(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.model.family import Model, build_mesh
-from shardwright.ckpt.model.mesh import Coord, Mesh, named_axes, split_by_counts, split_evenly
+from shardwright.ckpt.model.mesh import Coord, Mesh, Stages, named_axes
+from shardwright.ckpt.model.pipeline import split_by_counts, split_evenly
 from shardwright.ckpt.model.placement import Placement
 
 from ..errors import TrainError
@@ -96,6 +97,10 @@ class Layout:
         """The layers of each pipeline rank, as ``ckpt.mesh.Mesh.owned["pp"]`` holds them."""
         return tuple(tuple(i for chunk in rank for i in chunk) for rank in self.chunks(num_layers))
 
+    def stages(self, num_layers: int) -> Stages:
+        """The layers of every virtual stage, as ``ckpt.mesh.Mesh.stages["pp"]`` holds them."""
+        return tuple(tuple(map(tuple, rank)) for rank in self.chunks(num_layers))
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -145,8 +150,8 @@ class Place:
 
 def mesh_of(model: Model, layout: Layout) -> Mesh:
     """The mesh of a layout, with the layers that each stage owns."""
-    owned = layout.owned(model.sizes["layer"])
-    return Mesh((("tp", layout.tp), ("pp", layout.pp)), {"pp": owned})
+    stages = layout.stages(model.sizes["layer"])
+    return Mesh((("tp", layout.tp), ("pp", layout.pp)), {"pp": stages})
 
 
 def check_layout(model: Model, layout: Layout, vocab_multiple: int) -> None:
@@ -157,5 +162,5 @@ def check_layout(model: Model, layout: Layout, vocab_multiple: int) -> None:
             "choose a tp that divides them"
         )
     axes = named_axes({"tp": layout.tp, "pp": layout.pp})
-    mesh = build_mesh(model, axes, layout.owned(model.sizes["layer"]))
+    mesh = build_mesh(model, axes, layout.stages(model.sizes["layer"]))
     Placement.written(model, mesh, vocab_multiple)

@@ -176,7 +176,7 @@ def shape_of(model: Model, name: str) -> Shape:
 def weights_of(model: Model, tp: int) -> Weights:
     """Parameters of a tensor-parallel rank; CheckpointError where ``tp`` cannot split the model."""
     one = replace(model, sizes={**model.sizes, "layer": 1})
-    mesh = build_mesh(one, named_axes({"tp": tp, "pp": 1}), ((0,),))
+    mesh = build_mesh(one, named_axes({"tp": tp, "pp": 1}), (((0,),),))
     placed = Placement.written(one, mesh, VOCAB_MULTIPLE).placed
     counts = {row.name: prod(row.shape) for row in placed[(("tp", 0), ("pp", 0))]}
     word = counts["embedding.word_embeddings.weight"]

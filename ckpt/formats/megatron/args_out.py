@@ -17,6 +17,8 @@ from ...containers.pickles import Global
 from ...errors import CheckpointError
 from ...model.dtypes import TO_TORCH
 from ...model.family import Model
+from ...model.mesh import Mesh
+from . import pipeline
 from .args import LLAMA3, contradicted, says, shown
 from .args_codec import decode
 
@@ -32,12 +34,8 @@ _UNSAID: Mapping[str, tuple[object, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
-# what no output has: stages of other shapes, parallelism over contexts
+# what no output has: parallelism over contexts
 _FIXED: Mapping[str, object] = {
-    "num_virtual_stages_per_pipeline_rank": None,
-    "pipeline_model_parallel_layout": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
     "context_parallel_size": 1,
     "rank": 0,  # classic files say their own
     "ckpt_format": "torch",
@@ -61,11 +59,8 @@ def args_for(
     model: Model,
     source: Mapping[str, object],
     *,
-    tp: int,
-    pp: int,
+    mesh: Mesh,
     dp: int,
-    vpp: int,
-    stages: tuple[int, ...] | None,
     padded_vocab: int,
     vocab_multiple: int,
     distributed: bool,
@@ -77,20 +72,16 @@ def args_for(
 ) -> Args:
     """The args of a checkpoint in this layout: the source's, else what the config says.
 
-    ``stages`` are the layers of each pipeline stage if they are uneven. ``dtype`` is a key of
-    dtypes.ITEMSIZE. CheckpointError with ``origin`` for what args cannot say; with
-    ``allow_incomplete``, ``notes`` names it.
+    ``dtype`` is a key of dtypes.ITEMSIZE. CheckpointError with ``origin`` for what args cannot say;
+    with ``allow_incomplete``, ``notes`` names it.
     """
     args = _model_args(model, source, transformer_engine, origin, allow_incomplete, notes)
-    layers = model.sizes["layer"]
+    tp, pp = mesh.size("tp"), mesh.size("pp")
     args.update(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         transformer_pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        num_layers_per_virtual_pipeline_stage=layers // (pp * vpp) if vpp > 1 else None,
-        decoder_first_pipeline_num_layers=None if stages is None else stages[0],
-        decoder_last_pipeline_num_layers=None if stages is None else stages[-1],
+        **pipeline.written(mesh, model.sizes["layer"]),
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=tp,
         data_parallel_size=dp,

@@ -26,7 +26,8 @@ from ...model.family import Model, build_mesh
 from ...model.file_layout import Entry, Index
 from ...model.layout import check_layout
 from ...model.manifest import STATES, Manifest, SideFile
-from ...model.mesh import AXES, Coord, Mesh, named_axes, split_by_counts
+from ...model.mesh import AXES, Coord, Mesh, Stages, named_axes
+from ...model.pipeline import parse, single, split_by_counts
 from ...model.placement import Placement
 from ...move.storage import StoragePath
 from ..megatron.names import EXTRA, FUSED_NORMS
@@ -180,22 +181,42 @@ def _header(
         filled(said.get(tag), value, f"--layout {tag}", f"{path / CHECKPOINT}: layout {tag}")
     layout = check_layout({**options.layout, **said}, model.family, str(path))
     count = model.sizes["layer"]
-    owned: tuple[tuple[int, ...], ...] | None
-    stages = table.get("pp_layers")
-    if stages is not None:
-        owned = _recorded_stages(path / CHECKPOINT, stages, shape["pp"], count)
-    elif table:
-        owned = None
-    else:
-        owned = _detect_stages(path, indices, count)
-    mesh = build_mesh(model, named_axes(shape), owned)
+    stages: Stages | None = None
+    if table.get("pp_layers") is not None:
+        stages = _recorded_stages(path / CHECKPOINT, table, shape["pp"], count)
+    elif not table:
+        stages = single(_detect_stages(path, indices, count))
+    mesh = build_mesh(model, named_axes(shape), stages)
     return _Header(mesh, shape.get("dp", 1), layout, table)
 
 
-def _recorded_stages(
+def _recorded_stages(file: StoragePath, table: Mapping[str, object], pp: int, count: int) -> Stages:
+    """Layers of each stage: those of pp_layers, cut into virtual ones as pp_layout says."""
+    owned = _recorded_layers(file, table["pp_layers"], pp, count)
+    text = table.get("pp_layout")
+    if text is None:
+        return tuple(_runs(layers) for layers in owned)
+    if not isinstance(text, str):
+        raise CheckpointError(f"{file}: pp_layout is {text!r:.200}")
+    stages = parse(text, pp, count, f"{file}: pp_layout").stages
+    if tuple(tuple(itertools.chain(*rank)) for rank in stages) != owned:
+        raise CheckpointError(
+            f"{file}: pp_layout {text!r:.200} and pp_layers {table['pp_layers']!r:.200} give the "
+            "stages other layers"
+        )
+    return stages
+
+
+def _runs(layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Virtual stages of files from before pp_layout: their layers had consecutive numbers."""
+    starts = [i for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1] + 1]
+    return tuple(layers[a:b] for a, b in itertools.pairwise([*starts, len(layers)])) or ((),)
+
+
+def _recorded_layers(
     file: StoragePath, stages: object, pp: int, count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Layers of each stage: so many in turn, or those listed where stages interleave."""
+    """Layers of each rank: so many in turn, or those listed where stages interleave."""
     if not isinstance(stages, list):
         raise CheckpointError(f"{file}: pp_layers is {stages!r}")
     listed = [n for n in stages if isinstance(n, list)]

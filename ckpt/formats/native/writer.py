@@ -16,14 +16,15 @@ from ...model.dtypes import TO_TORCH
 from ...model.file_layout import Spec
 from ...model.layout import default_layout
 from ...model.manifest import STATES, SideFile, TensorMeta
-from ...model.mesh import Coord, split_by_counts
+from ...model.mesh import Coord
+from ...model.pipeline import split_by_counts, text_of
 from ...model.placement import Placed, Placement, padded_vocab
 from ...model.target import Target, main_dtype
 from ..writing import StoredDtypes, WriteRequest, Written
 from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table, shards_of
 
 TO = NAME
-TAKES = frozenset({"--pp-layers", "--vpp", "--safe-serialization"})
+TAKES = frozenset({"--pp-layers", "--pp-layout", "--vpp", "--safe-serialization"})
 WEIGHTS_ONLY = False
 
 
@@ -178,14 +179,17 @@ def checkpoint_json(
 
     Raises CheckpointError where ``state`` holds a value that JSON does not have.
     """
-    stages = target.mesh.owned["pp"]
-    counts = tuple(len(owned) for owned in stages)
-    in_turn = stages == split_by_counts(sum(counts), counts)  # not so where stages interleave
+    owned = target.mesh.owned["pp"]
+    counts = tuple(len(layers) for layers in owned)
+    in_turn = owned == split_by_counts(sum(counts), counts)  # not so where stages interleave
+    virtual = any(len(stages) > 1 for stages in target.mesh.stages["pp"])
+    layout = text_of(target.mesh.stages["pp"]) if virtual else None
     table = {
         "format_version": VERSION,
         "step": target.step,
         "mesh": dict(mesh_table(target.mesh, target.dp)),
-        "pp_layers": list(counts) if in_turn else [list(owned) for owned in stages],
+        "pp_layers": list(counts) if in_turn else [list(layers) for layers in owned],
+        **({} if layout is None else {"pp_layout": layout}),
         "family": target.model.family.name,
         "layout": default_layout(target.model.family),
         "vocab_size": target.model.sizes["vocab"],

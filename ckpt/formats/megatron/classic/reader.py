@@ -24,7 +24,8 @@ from ....model.family import build_mesh
 from ....model.file_layout import Entry
 from ....model.layout import check_layout
 from ....model.manifest import Manifest, SideFile
-from ....model.mesh import Coord
+from ....model.mesh import Coord, Stages
+from ....model.pipeline import numbered
 from ....model.placement import Placed, Placement
 from ....move.storage import StoragePath
 from .. import args as megatron_args
@@ -72,7 +73,7 @@ class _Reader:
         self.tp = 1 + max(dict(c)["tp"] for c in ranks)
         self.pp = 1 + max(dict(c)["pp"] for c in ranks)
         megatron_args.check_precision(self.args, self.first.file, options)
-        self.owned, self.numbers = self._stages()
+        self.stages, self.numbers = self._stages()
         self.padded = self._padded_vocab()
         self.model, self.config, notes = megatron_args.model_from_args(
             self.args, self.first.file, options, self.padded, path
@@ -83,8 +84,8 @@ class _Reader:
         self.result.notes += notes
         self.optimizer = OptimizerReader(self.builder, self.result)
 
-    def _stages(self) -> tuple[tuple[tuple[int, ...], ...], dict[tuple[int, int], int]]:
-        """The layers of each stage, and the number of the first layer of each virtual stage."""
+    def _stages(self) -> tuple[Stages, dict[tuple[int, int], int]]:
+        """The layers of each virtual stage, and the number of the first layer of each."""
         counts: dict[tuple[int, int], int] = {}
         for coord, rank in self.ranks.items():
             if dict(coord)["tp"]:
@@ -100,15 +101,13 @@ class _Reader:
         if len(set(widths.values())) > 1:
             raise CheckpointError(f"{self.folder}: the ranks differ in virtual stages: {widths}")
         starts, at = {}, 0
-        owned: list[list[int]] = [[] for _ in range(self.pp)]
         for v, p in sorted(counts):
             starts[v, p] = at
-            owned[p] += range(at, at + counts[v, p])
             at += counts[v, p]
         said = self.args.get("num_layers")
         if type(said) is int and said != at:
             raise CheckpointError(f"{self.folder}: args say {said} layers, the files hold {at}")
-        return tuple(tuple(o) for o in owned), starts
+        return numbered([counts[place] for place in sorted(counts)], self.pp), starts
 
     def _padded_vocab(self) -> int:
         entry = megatron_files.embedding(self.first)
@@ -130,7 +129,7 @@ class _Reader:
                 f"than the {true} of the config"
             )
         self.layout = check_layout(self._packing(), model.family, str(self.path))
-        mesh = build_mesh(model, (("tp", self.tp), ("pp", self.pp)), self.owned)
+        mesh = build_mesh(model, (("tp", self.tp), ("pp", self.pp)), self.stages)
         try:
             return Placement.of(model, mesh, self.layout, padded)
         except CheckpointError as error:

@@ -22,7 +22,7 @@ from ....model.design import Design, OutFile
 from ....model.dtypes import HALF, ITEMSIZE, TO_TORCH
 from ....model.file_layout import FileLayout, Spec
 from ....model.manifest import STATES, SideFile
-from ....model.mesh import Coord, runs
+from ....model.mesh import Coord
 from ....model.placement import Placed, Placement
 from ....model.target import main_dtype
 from ...writing import StoredDtypes, WriteRequest, Written, checksums
@@ -34,7 +34,9 @@ from . import files as megatron_files
 from .files import FILES, FLAT, TRACKER
 
 TO = "megatron"
-TAKES = frozenset({"--pp-layers", "--vpp", "--use-distributed-optimizer", "--adam", args_out.ALLOW})
+TAKES = frozenset({
+    "--pp-layers", "--pp-layout", "--vpp", "--use-distributed-optimizer", "--adam", args_out.ALLOW,
+})  # fmt: skip
 WEIGHTS_ONLY = False
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -88,10 +90,8 @@ class Designer:
         self.source_args: Mapping[str, object] = source if isinstance(source, dict) else {}
         self.fused = self.source_args.get("transformer_impl") == "transformer_engine"
         self.tp, self.pp = target.mesh.size("tp"), target.mesh.size("pp")
-        owned = target.mesh.owned["pp"]
-        self.stages = [runs(layers) or [()] for layers in owned]
-        self.vpp = max(len(chunks) for chunks in self.stages)
-        self._check_stages()
+        self.stages = target.mesh.stages["pp"]
+        self.vpp = max(len(stages) for stages in self.stages)
         states = [] if request.weights_only else STATES
         self.states = [s for s in states if any(f.startswith(s + "/") for f in request.metas)]
         self.notes: list[str] = []
@@ -104,22 +104,6 @@ class Designer:
             param_groups.say_changed(self.state, groups, step, self.notes)
         if not request.weights_only:
             run_state.say_what_is_lost(self.state, self.notes)
-
-    def _check_stages(self) -> None:
-        """Refuse splits of layers that args cannot say."""
-        counts = [[len(c) for c in chunks] for chunks in self.stages]
-        flat = [n for row in counts for n in row]
-        uneven = len(set(flat)) > 1
-        if self.vpp > 1 and (uneven or len({len(row) for row in counts}) > 1):
-            raise CheckpointError(
-                f"virtual stages of {counts} layers: Megatron-LM needs even ones; pass --vpp 1"
-            )
-        if uneven and len(set(flat[1:-1])) > 1:
-            raise CheckpointError(
-                f"stages of {flat} layers: Megatron-LM can name the first and the last alone, "
-                "those between are even; choose others with --pp-layers"
-            )
-        self.uneven = tuple(flat) if uneven else None
 
     def _check_adam(self) -> None:
         """An Adam that can load this form of the optimizer; a note if the user named none."""
@@ -143,11 +127,8 @@ class Designer:
         made = args_out.args_for(
             target.model,
             self.source_args,
-            tp=self.tp,
-            pp=self.pp,
+            mesh=target.mesh,
             dp=target.dp,
-            vpp=self.vpp,
-            stages=self.uneven,
             padded_vocab=self.here.padded,
             vocab_multiple=target.vocab_multiple,
             distributed=target.sharded,
@@ -209,12 +190,9 @@ class Designer:
         found = []
         for row in placed:
             layer = megatron_names.layer_of(row.name)
-            chunk, name = 0, row.name
+            name = row.name
             if layer is not None:
-                chunk = next(v for v, layers in enumerate(chunks) if layer in layers)
-                name = megatron_names.renumbered(row.name, layer - chunks[chunk][0])
-            elif not row.name.startswith("embedding."):
-                chunk = len(chunks) - 1
+                name = megatron_names.renumbered(row.name, layer - chunks[row.stage][0])
             shared = tied and row.name in (
                 "embedding.word_embeddings.weight", "output_layer.weight",
             )  # fmt: skip
@@ -224,7 +202,7 @@ class Designer:
                 have = self.dtypes.of(row, state)
                 if have is not None:
                     states[state] = have
-            param = Param(row.name, row.shape, dtype, chunk, shared)
+            param = Param(row.name, row.shape, dtype, row.stage, shared)
             shown = megatron_names.fused(name) if self.fused else name
             found.append(_Row(row, param, shown, states))
         found.sort(key=lambda r: (r.param.chunk, registration_key(r.param.name, self.fused)))

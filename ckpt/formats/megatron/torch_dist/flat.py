@@ -16,10 +16,11 @@ from ....errors import CheckpointError
 from ....model.chunk_builder import ChunkBuilder
 from ....model.family import Model, build_mesh
 from ....model.layout import default_layout
-from ....model.mesh import split_by_counts, split_evenly
+from ....model.mesh import Mesh
 from ....model.placement import Placed, Placement
 from ....move.storage import StoragePath
 from .. import optimizer as megatron_optim
+from .. import pipeline
 from ..classic import files as megatron_files
 from ..optimizer import Param, registration_key
 
@@ -29,7 +30,6 @@ _BUCKET = re.compile(
     r"\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
 )
 _STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-Stages = list[list[tuple[int, ...]]]  # virtual stage -> pipeline rank -> layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +43,6 @@ class SavedRun:
     layout: Mapping[str, str]
     builder: ChunkBuilder  # holds the weights already
     left_out: list[tuple[str, int]]  # reason, bytes
-
-
-def stages(args: Mapping[str, object], layers: int, pp: int) -> Stages:
-    """The layers of each virtual stage of each pipeline rank, as args split them."""
-    for key in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-                "pipeline_model_parallel_layout"):  # fmt: skip
-        if args.get(key):
-            raise CheckpointError(f"args say {key}={args[key]!r}, a split that is not known here")
-    vpp = args.get("virtual_pipeline_model_parallel_size")
-    chunks = vpp if type(vpp) is int and vpp > 1 else 1
-    if pp * chunks > layers:
-        raise CheckpointError(
-            f"args say {pp * chunks} pipeline stages, the model has {layers} layers"
-        )
-    first, last = (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    if first is None and last is None:
-        even = split_evenly(layers, pp * chunks)
-        return [[even[v * pp + p] for p in range(pp)] for v in range(chunks)]
-    ends = [n for n in (first, last) if type(n) is int]
-    middle = split_evenly(layers - sum(ends), pp - len(ends)) if pp > len(ends) else ()
-    counts = (
-        *([first] if type(first) is int else []),
-        *(len(m) for m in middle),
-        *([last] if type(last) is int else []),
-    )
-    if chunks > 1:
-        raise CheckpointError("args split uneven stages into virtual ones, which is not known here")
-    return [list(split_by_counts(layers, counts))]
 
 
 def read(saved: SavedRun, tensors: Mapping[str, Stored]) -> str:
@@ -87,13 +59,12 @@ def read(saved: SavedRun, tensors: Mapping[str, Stored]) -> str:
     tp = megatron_files.size_of(saved.args, "tp") or 1
     pp = megatron_files.size_of(saved.args, "pp") or 1
     try:
-        split = stages(saved.args, saved.model.sizes["layer"], pp)
-        rows = _rank_rows(saved, tp, pp, split)
+        rows = _rank_rows(saved)
     except CheckpointError as error:
         return f"{saved.folder}: {error}"
     for p in range(pp):
         for t in range(tp):
-            pools = _pools(saved, rows[t, p], [chunk[p] for chunk in split], pp)
+            pools = _pools(saved, rows[t, p], pp)
             for number, pool in enumerate(pools):
                 found = buckets.pop((p * tp + t, number), None)
                 if found is None:
@@ -107,13 +78,17 @@ def read(saved: SavedRun, tensors: Mapping[str, Stored]) -> str:
     return ""
 
 
-def _rank_rows(
-    saved: SavedRun, tp: int, pp: int, split: Stages
-) -> dict[tuple[int, int], dict[str, Placed]]:
+def mesh_of(args: Mapping[str, object], model: Model) -> Mesh:
+    """The mesh of a run, as args split it; CheckpointError for an impossible split."""
+    sizes = {axis: megatron_files.size_of(args, axis) or 1 for axis in ("tp", "pp")}
+    split = pipeline.read(args, model.sizes["layer"], sizes["pp"])
+    return build_mesh(model, tuple(sizes.items()), split.stages, split.mtp)
+
+
+def _rank_rows(saved: SavedRun) -> dict[tuple[int, int], dict[str, Placed]]:
     """What each rank of the saving run held, by name."""
     model = saved.model
-    owned = tuple(tuple(n for chunk in split for n in chunk[p]) for p in range(pp))
-    mesh = build_mesh(model, (("tp", tp), ("pp", pp)), owned)
+    mesh = mesh_of(saved.args, model)
     layout = {**default_layout(model.family), "qkv": saved.layout["qkv"]}
     here = Placement.of(model, mesh, layout, saved.padded)
     return {
@@ -122,24 +97,15 @@ def _rank_rows(
     }
 
 
-def _pools(
-    saved: SavedRun, rows: Mapping[str, Placed], chunks: Sequence[tuple[int, ...]], pp: int
-) -> list[list[Param]]:
+def _pools(saved: SavedRun, rows: Mapping[str, Placed], pp: int) -> list[list[Param]]:
     """The parameters of each buffer, in registration order."""
-    from .. import names as megatron_names
-
     fused = saved.args.get("transformer_impl") == "transformer_engine"
     tied = "tie_word_embeddings" in saved.model.flags and pp > 1
-    chunk_of = {layer: v for v, layers in enumerate(chunks) for layer in layers}
     params = []
     for name, placed in rows.items():
-        layer = megatron_names.layer_of(name)
-        chunk = chunk_of[layer] if layer is not None else 0
-        if name.startswith(("decoder.final_layernorm.", "output_layer.")):
-            chunk = len(chunks) - 1
         shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
         dtype = saved.builder.metas[placed.parts[0]].dtype
-        params.append(Param(name, placed.shape, dtype, chunk, shared))
+        params.append(Param(name, placed.shape, dtype, placed.stage, shared))
     params.sort(key=lambda p: (p.chunk, registration_key(p.name, fused)))
     pools: dict[tuple[int, str], list[Param]] = {}
     for param in params:

@@ -18,6 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -210,15 +211,8 @@ class _Reader:
 
     def _mesh(self) -> None:
         """The layout of the run that saved it, which a reshard keeps where nothing else is said."""
-        sizes = {axis: megatron_files.size_of(self.args, axis) or 1 for axis in ("tp", "pp")}
-        try:
-            stages = megatron_dist_flat.stages(self.args, self.model.sizes["layer"], sizes["pp"])
-            owned = tuple(
-                tuple(n for chunk in stages for n in chunk[p]) for p in range(sizes["pp"])
-            )
-            self.result.mesh = build_mesh(self.model, tuple(sizes.items()), owned)
-        except CheckpointError:
-            pass  # such a split is none that args express here: one rank then
+        with suppress(CheckpointError):  # one rank for a split that args express in no known way
+            self.result.mesh = megatron_dist_flat.mesh_of(self.args, self.model)
         dp = self.args.get("data_parallel_size")
         if type(dp) is int and dp > 0:
             self.result.dp = claims.ranks(dp, "data_parallel_size", self.common.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint, ReadOptions
@@ -12,8 +13,10 @@ from .formats import Format, foreign, formats
 from .formats.hf.names import NAME as HF
 from .formats.native.names import CHECKPOINT, NAME
 from .formats.native.reader import is_described
-from .move.publish import JOURNAL, snapshot
-from .move.storage import StoragePath, Where, storage_path, watching
+from .move import file_set
+from .move.publish import snapshot
+from .move.staging import JOURNAL
+from .move.storage import LOCAL, StoragePath, Where, storage_path, watching
 
 if TYPE_CHECKING:
     from .lazy import LazyArray
@@ -97,7 +100,17 @@ def follow(path: Where, iteration: int | None = None) -> StoragePath:
     if real.is_file() and not real.suffix:  # Hugging Face's cache: a link's name tells the type
         real = where.parent.real() / where.name
     where = real
-    return _latest(where) if iteration is None else _numbered(where, iteration)
+    finish_save(where)
+    found = _latest(where) if iteration is None else _numbered(where, iteration)
+    if found != where:
+        finish_save(found)
+    return found
+
+
+def finish_save(where: StoragePath) -> None:
+    """Finish a save into this folder that was cut off while it replaced files."""
+    if where.storage is LOCAL:
+        file_set.finish(Path(where))
 
 
 def _latest(where: StoragePath) -> StoragePath:
@@ -139,7 +152,10 @@ def check_replaceable(where: Where) -> None:
     The whole folder goes, so one that holds anything else is the user's to remove.
     """
     path = storage_path(where)
-    if not path.is_dir() or path.is_symlink() or not (held := path.iterdir()):
+    if not path.is_dir() or path.is_symlink():
+        return
+    finish_save(path)
+    if not (held := path.iterdir()):
         return
     fits = {fmt.NAME for fmt in formats() if fmt.sniff(path)}
     others = [child.name for child in held if _OTHER.fullmatch(child.name) and child.is_dir()]

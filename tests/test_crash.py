@@ -27,7 +27,7 @@ from fixtures_safety import (
 
 from shardwright.ckpt import CheckpointError, RunOptions, jobs, merge, reshard
 from shardwright.ckpt.move import storage
-from shardwright.ckpt.move.publish import JOURNAL
+from shardwright.ckpt.move.staging import JOURNAL
 from shardwright.tools import merge_ckpt
 from shardwright.tools import reshard as reshard_tool
 

@@ -39,7 +39,7 @@ from shardwright.ckpt import (
 )
 from shardwright.ckpt.model.design import OutFile
 from shardwright.ckpt.model.file_layout import FileLayout
-from shardwright.ckpt.move import executor, files, lock, publish, storage
+from shardwright.ckpt.move import executor, files, lock, staging, storage
 from shardwright.ckpt.move.kept import kept_fault
 from shardwright.ckpt.move.tree import replace_file
 
@@ -214,7 +214,7 @@ def test_a_look_at_a_lock_or_file_that_fails_is_our_error_and_leaves_no_file_ope
     "use",
     [
         lambda path, kept: replace_file(path, b"old\n"),
-        lambda path, kept: publish._lines(path),
+        lambda path, kept: staging.lines(path),
         lambda path, kept: kept_fault(kept, []),
     ],
     ids=["replaced", "journal", "kept"],

@@ -17,7 +17,8 @@ from fixtures_safety import LONG_S, Forge, content, names, refused, untouched, w
 
 from shardwright.ckpt import RunOptions, merge, reshard
 from shardwright.ckpt.move import executor, lock, publish, storage
-from shardwright.ckpt.move.publish import JOURNAL, OutputTransaction
+from shardwright.ckpt.move.publish import OutputTransaction
+from shardwright.ckpt.move.staging import JOURNAL, StagingFolder
 
 
 @pytest.fixture
@@ -245,9 +246,13 @@ def test_an_error_while_the_stage_is_entered_leaves_nothing(home, monkeypatch):
     def fails(self):
         raise OSError(5, "Input/output error")
 
-    for name in ("_make_staging", "_open_journal", "_check_output"):
+    for owner, name in (
+        (StagingFolder, "make"),
+        (OutputTransaction, "_open_journal"),
+        (OutputTransaction, "_check_output"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(OutputTransaction, name, fails)
+            patch.setattr(owner, name, fails)
             with untouched(home):
                 refused(lambda: reshard("hf", "new/deep/out", tp=2), "Input/output error")
 

@@ -22,13 +22,12 @@ from ..errors import CheckpointError
 from . import tree
 from .interrupts import uninterrupted
 from .lock import OutputLock, Record
+from .staging import JOURNAL, StagingFolder, inode, lines, nobodys
 from .storage import LOCAL, FileIdentity, Storage, told
 
-JOURNAL = "shardwright.journal"  # in an output that is being written, or was left unfinished
 _LOCK_ENDS = ".partial.lock"  # the name of an output's lock
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 published: list[Path] = []  # outputs of this process, for the message after an interrupt
 
@@ -36,11 +35,6 @@ published: list[Path] = []  # outputs of this process, for the message after an 
 def staging_folder(output: Path) -> Path:
     """The hidden folder in which an output grows."""
     return output.parent / f".{output.name}.partial"
-
-
-def nobodys(folder: Path) -> bool:
-    """The default of `is_ours`: a folder without a mark of this tool belongs to the user."""
-    return False
 
 
 class OutputTransaction:
@@ -74,14 +68,13 @@ class OutputTransaction:
         self.single = single
         self.overwrite = overwrite
         self.resume = resume
-        self.is_ours = is_ours
         self.mode = mode
         self.done: set[int] = set()  # units that are durable
         self.continued = False
         self.lock = OutputLock(output.parent / f".{output.name}{_LOCK_ENDS}", output,
                                break_it=break_lock)  # fmt: skip
+        self.staging = StagingFolder(self.path, self.lock, is_ours)
         self._made: list[Path] = []  # folders around the output, innermost first
-        self._journal = -1
         self._inode = -2  # of what publish renames
         self._locked = False
 
@@ -124,7 +117,7 @@ class OutputTransaction:
         with told(self.path):
             self._restore(before)
             self._check_output()
-            self._make_staging()
+            self.staging.make()
             self._open_journal()
 
     def _check_output(self) -> None:
@@ -144,108 +137,50 @@ class OutputTransaction:
         """
         if before is None:
             return
-        if before.aside and _inode(aside := self.output.parent / before.aside) == before.replaced:
+        if before.aside and inode(aside := self.output.parent / before.aside) == before.replaced:
             if os.path.lexists(self.output):
                 tree.remove(aside)
             else:
                 os.rename(aside, self.output)
-        if _inode(self.path) == before.replaced:
+        if inode(self.path) == before.replaced:
             tree.remove(self.path)
-        elif _inode(self.path) == before.staging and not (self.path / JOURNAL).exists():
+        elif inode(self.path) == before.staging and not (self.path / JOURNAL).exists():
             tree.remove(self.path)  # killed while it was made or published
-
-    def _make_staging(self) -> None:
-        try:
-            os.mkdir(self.path, 0o700)
-        except FileExistsError:
-            self._check_staging()
-            self._check_ours()
-            os.chmod(self.path, 0o700)
-        self.lock.note_staging(_inode(self.path))
-
-    def _check_staging(self) -> None:
-        """An existing folder may be used if it belongs to this user and is no link. Others must not
-        be able to write into it, because their files would be published.
-        """
-        info = os.lstat(self.path)
-        if not stat.S_ISDIR(info.st_mode):  # through a link, another folder would be emptied
-            raise CheckpointError(f"{self.path}: cannot be used: it is not a folder; remove it")
-        own = os.lstat(self.lock.path)
-        if info.st_uid != own.st_uid:
-            raise CheckpointError(f"{self.path}: is another user's; remove it")
-        if info.st_mode & _OTHERS_WRITE and not own.st_mode & _OTHERS_WRITE:
-            raise CheckpointError(
-                f"{self.path}: other users may write into it (mode {info.st_mode & 0o777:o}); "
-                "remove it"
-            )
 
     def _open_journal(self) -> None:
         """Continue a journal of the same fingerprint, or start with an empty folder."""
-        path = self.path / JOURNAL
-        lines = _lines(path)
-        if lines and self.resume:
-            if lines[0] != self.fingerprint.encode():
+        path, said = self.path / JOURNAL, self.staging.lines()
+        if said and self.resume:
+            if said[0] != self.fingerprint.encode():
                 raise CheckpointError(
                     f"{self.path}: was left by a run with another plan, other options or a source "
                     "that has changed since; run again without --resume to start over"
                 )
-            if not all(line.isdigit() for line in lines[1:]):
+            if not all(line.isdigit() for line in said[1:]):
                 raise CheckpointError(
                     f"{path}: is damaged; run again without --resume to start over"
                 )
-            self.done = {int(line) for line in lines[1:]}
+            self.done = {int(line) for line in said[1:]}
             self.continued = True
             # half a line left by a kill would become one with the next
-            os.truncate(path, sum(len(line) + 1 for line in lines))
+            os.truncate(path, sum(len(line) + 1 for line in said))
         else:
-            self._void_journal()
-            tree.empty(self.path, keep=JOURNAL)  # the journal last: it marks the folder as ours
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._journal = os.open(path, flags, 0o600)
-
-    def _void_journal(self) -> None:
-        """Take back what the journal says, before the files that it speaks of are removed.
-
-        It would outlive them if the run is killed in between, and `--resume` would look for them.
-        Nothing new is written: the disk may be full.
-        """
-        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(self.path / JOURNAL, flags)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-    def _check_ours(self) -> None:
-        """Refuse a folder of this name that no run of this tool made."""
-        names = os.listdir(self.path)
-        if names and JOURNAL not in names and not self.is_ours(self.path):
-            raise CheckpointError(
-                f"{self.path}: is in the way: it holds {sorted(names)[0]!r} and was not left by a "
-                "run of this tool; move it, or name another --output"
-            )
+            self.staging.clear()
+        self.staging.open_journal()
 
     def begin(self) -> None:
         """Record that every file exists at its full size; from now on a run can be resumed."""
         if not self.continued:
             with told(self.path):
                 tree.sync_all(self.path)
-            self._append(self.fingerprint + "\n")
+            self.staging.append(self.fingerprint + "\n")
 
     def record(self, finished: Iterable[int]) -> None:
         """Record units whose bytes are synced."""
         text = "".join(f"{index}\n" for index in finished)
         if text:
             self.lock.check()
-            self._append(text)
-
-    def _append(self, text: str) -> None:
-        data = text.encode()
-        with told(self.path / JOURNAL):
-            while data:
-                data = data[os.write(self._journal, data) :]
-            os.fsync(self._journal)
+            self.staging.append(text)
 
     def carry_over(self, is_made: Callable[[str], bool]) -> None:
         """Keep the files of the old output that this tool did not make.
@@ -269,7 +204,7 @@ class OutputTransaction:
         """Sync every file and folder, then rename into place."""
         with told(self.path):
             self._check_output()  # an output may have appeared since
-            self._close_journal()  # NFS would keep the name of an open file
+            self.staging.close_journal()
             self._restrict()
             tree.sync_all(self.path)
             (self.path / JOURNAL).unlink()
@@ -277,7 +212,7 @@ class OutputTransaction:
             self._check_output()
             self.lock.check()
             made = self.path / self.output.name if self.single else self.path
-            self._inode = _inode(made)
+            self._inode = inode(made)
             if self.single:
                 os.replace(made, self.output)
             else:
@@ -304,7 +239,7 @@ class OutputTransaction:
             os.rename(self.path, self.output)
             return
         aside = f".{self.output.name}.replaced-{self.lock.record.run}"
-        self.lock.note_replaced(_inode(self.output), aside)
+        self.lock.note_replaced(inode(self.output), aside)
         _exchange(self.path, self.output, self.output.parent / aside)
 
     def close(self, *, failed: bool = False) -> None:
@@ -314,7 +249,7 @@ class OutputTransaction:
             published.append(self.output)  # interrupted between the rename and the next line
         try:
             with told(self.path):
-                self._close_journal()
+                self.staging.close_journal()
             if not (self.resume and failed and os.path.lexists(self.path / JOURNAL)):
                 uninterrupted(self._discard)
         finally:
@@ -322,27 +257,18 @@ class OutputTransaction:
 
     def _discard(self) -> None:
         """Remove what can be removed of the staging folder, which may hold the replaced output."""
-        with contextlib.suppress(OSError, CheckpointError):
-            self.lock.check()  # if not, the folder belongs to another run
-            os.chmod(self.path, 0o700)
-            if not self._is_published():  # else the folder is the replaced output, or has none
-                self._void_journal()
-            tree.remove(self.path, keep=JOURNAL)
+        self.staging.discard(void=not self._is_published())
 
     def _leave(self) -> None:
         """Release everything after an error; an empty staging folder is removed."""
-        with contextlib.suppress(OSError):
-            self._close_journal()
-        if self._locked and not self._is_published():
-            with contextlib.suppress(OSError):
-                os.rmdir(self.path)
+        self.staging.leave(remove=self._locked and not self._is_published())
         self.lock.release()
         if not os.path.lexists(self.output):
             self._remove_made_parents()
 
     def _is_published(self) -> bool:
         """Whether the output is the file or folder that this run wrote."""
-        return _inode(self.output) == self._inode
+        return inode(self.output) == self._inode
 
     def _remove_made_parents(self) -> None:
         for folder in self._made:
@@ -350,11 +276,6 @@ class OutputTransaction:
                 folder.rmdir()
             except OSError:
                 return  # another file is there, or it was never made
-
-    def _close_journal(self) -> None:
-        journal, self._journal = self._journal, -1
-        if journal >= 0:
-            os.close(journal)
 
 
 def tidy_up(folder: Path, outputs: str) -> None:
@@ -366,7 +287,7 @@ def tidy_up(folder: Path, outputs: str) -> None:
     for path in folder.glob(f".{outputs}{_LOCK_ENDS}"):
         output = folder / path.name.removesuffix(_LOCK_ENDS)[1:]
         with contextlib.suppress(CheckpointError), told(path):
-            if not _lines(staging_folder(output) / JOURNAL):
+            if not lines(staging_folder(output) / JOURNAL):
                 with OutputTransaction(output, overwrite=True):
                     continue
 
@@ -377,24 +298,6 @@ def folder_mode(mode: int) -> int:
     os.umask(umask)
     wanted = mode | (mode & 0o444) >> 2 | 0o700
     return wanted & ~umask | 0o700
-
-
-def _inode(path: Path) -> int:
-    """The inode at a path; -1 if there is none."""
-    try:
-        return os.lstat(path).st_ino
-    except OSError:
-        return -1
-
-
-def _lines(path: Path) -> list[bytes]:
-    """The complete lines; a kill may have cut the last one. None if there is no file."""
-    try:
-        file = tree.open_file(path, "rb")
-    except FileNotFoundError:
-        return []
-    with file:
-        return file.read().split(b"\n")[:-1]
 
 
 def _exchange(new: Path, old: Path, aside: Path) -> None:

@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-gpu torture lint types bench demo clean
+.PHONY: help test test-slow test-gpu torture lint types bench wheel demo clean
 
 help:
 	@echo "make test       the test suite, on CPU"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint       ruff: rules and format; which module may import which"
 	@echo "make types      mypy"
 	@echo "make bench      the benchmarks"
+	@echo "make wheel      dist/: a wheel and an sdist"
 	@echo "make demo       a small real model, there and back"
 	@echo "make clean      removes .venv and everything built"
 
@@ -53,11 +54,17 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	mkdir -p build/links/shardwright
-	for name in $(PACKAGES); do ln -sfn "../../../$$name" "build/links/shardwright/$$name"; done
+	for name in $(PACKAGES) shardwright/__init__.py shardwright/__main__.py; do \
+		ln -sfn "../../../$$name" "build/links/shardwright/$${name#shardwright/}"; done
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-test
 	@set -e; for script in tests/bench/*.py; do echo "$$script"; $(BIN)/python "$$script" $(ARGS); done
+
+wheel: $(VENV)/.installed-dev
+	rm -rf dist build/lib
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 demo: $(VENV)/.installed-demo $(VENV)/.installed-model
 	$(BIN)/python tests/demo.py $(ARGS)

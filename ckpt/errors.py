@@ -32,6 +32,31 @@ class CheckpointError(ValueError):
         super().__init__(printable(text))
 
 
+# What the base installation lacks: module -> (what it is called, the extra that brings it).
+_EXTRAS = {
+    "accelerate": ("accelerate", "train"),
+    "huggingface_hub": ("huggingface_hub", "hub"),
+    "matplotlib": ("matplotlib", "plan"),
+    "megatron": ("megatron-core", "train"),
+    "safetensors": ("safetensors", "train"),
+    "tensorboard": ("tensorboard", "train"),
+    "torch": ("torch", "train"),
+    "transformers": ("transformers", "train"),
+    "yaml": ("PyYAML", "plan"),
+}
+
+
+def is_extra(module: str | None) -> bool:
+    """Whether a missing module is one that an extra brings, and not a part of a broken package."""
+    return module in _EXTRAS or module in ("megatron.core",)
+
+
+def install(module: str, extra: str = "") -> str:
+    """What to say of a module that is not installed, and what to type."""
+    name, usual = _EXTRAS[module.partition(".")[0]]
+    return f"{name} is not installed; pip install 'shardwright[{extra or usual}]'"
+
+
 def raise_all(faults: Iterable[str], headline: str, limit: int = 20, *, hint: str = "") -> None:
     """Raise one error that lists every fault; return quietly if there is none.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
+from .errors import install
 from .model.box import Box, full, row_major
 from .model.dtypes import ITEMSIZE, TO_TORCH
 from .model.manifest import Chunk, Manifest, TensorMeta, View
@@ -128,7 +129,11 @@ class LazyArray:
 
     def torch(self) -> torch.Tensor:
         """The whole tensor for torch, in its stored dtype."""
-        import torch
+        try:
+            import torch
+        except ModuleNotFoundError as error:
+            text = f"{self.fqn}: {install('torch', 'torch')}"
+            raise ModuleNotFoundError(text, name=error.name) from error
 
         data = torch.from_numpy(self.raw().reshape(-1).view(np.uint8).copy())
         kind: torch.dtype = getattr(torch, TO_TORCH[self.dtype])

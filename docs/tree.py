@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_name("tree.md")
 HEAD = """# Every module
 
-The first sentence of each file in `ckpt/`, `train/` and `tools/`; `python docs/tree.py` writes this
-page. [design.md](design.md) says which package may import which.
+The first sentence of each file in `shardwright/`, `ckpt/`, `train/` and `tools/`; `python
+docs/tree.py` writes this page. [design.md](design.md) says which package may import which.
 """
 
 
@@ -28,7 +28,7 @@ def sentence(file: Path) -> str:
 def page() -> str:
     """The page as the code has it."""
     lines = [HEAD]
-    for top in ("ckpt", "train", "tools"):
+    for top in ("shardwright", "ckpt", "train", "tools"):
         for folder in sorted({file.parent for file in (ROOT / top).rglob("*.py")}):
             lines.append(f"\n## {folder.relative_to(ROOT).as_posix()}/\n")
             for file in sorted(folder.glob("*.py")):

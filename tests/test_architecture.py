@@ -16,7 +16,7 @@ import pytest
 from shardwright.ckpt import formats
 
 ROOT = Path(__file__).resolve().parent.parent
-TOP = ("ckpt", "train", "tools")
+TOP = ("shardwright", "ckpt", "train", "tools")
 
 # ckpt/: a package imports those to the right of its own. `commands` are the modules beside the
 # packages, and `ckpt` is the package itself, which names what users call.

@@ -19,7 +19,8 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of ckpt/ and tools/ under the names that they are installed by."""
+    """A copy of the packages that checkpoints need, under the names that they are installed by."""
+    shutil.copytree(ROOT / "shardwright", tmp_path / "lib" / "shardwright")
     for name in ("ckpt", "tools"):
         shutil.copytree(ROOT / name, tmp_path / "lib" / "shardwright" / name)
     return tmp_path / "lib"

@@ -412,6 +412,8 @@ def test_a_yaml_that_cannot_be_written_leaves_no_file(tmp_path):
 
 def test_a_yaml_without_pyyaml_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(TrainError, match="pip install pyyaml"):
+    with pytest.raises(
+        TrainError, match=r"PyYAML is not installed; pip install .shardwright\[plan\]"
+    ):
         questions.write({"a": 1}, tmp_path / "x.yaml")
     assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,16 @@ from typing import Any
 
 from . import options
 
+EXAMPLES = (
+    "checkpoint-1000",
+    "checkpoint-1000 --tensor model.norm.weight",
+    "Llama-3.1-8B --json",
+)
 
-def _parser() -> argparse.ArgumentParser:
-    made = options.parser("inspect-ckpt", (__doc__ or "").replace("``", ""))
+
+def parser(prog: str = "inspect-ckpt") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES)
     options.add_checkpoint(made)
     made.add_argument("--tensor", metavar="NAME", help="shape, boxes and statistics of one tensor")
     made.add_argument("--json", action="store_true", help="print JSON")
@@ -19,9 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str], prog: str = "inspect-ckpt") -> int:
     """Run with dashed arguments; the exit code."""
-    made = _parser()
+    made = parser(prog)
     args = made.parse_args(argv)
     source = options.checkpoint_of(args, made)
     from shardwright.ckpt.errors import CheckpointError

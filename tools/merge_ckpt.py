@@ -7,9 +7,16 @@ from collections.abc import Sequence
 
 from . import options
 
+EXAMPLES = (
+    "checkpoint-1000",
+    "checkpoint-1000 --output merged.safetensors --dtype bf16",
+    "megatron-run --output merged --max-shard-size 5GB --verify",
+)
 
-def _parser() -> argparse.ArgumentParser:
-    made = options.parser("merge-ckpt", (__doc__ or "").replace("``", ""))
+
+def parser(prog: str = "merge-ckpt") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES)
     options.add_checkpoint(made)
     made.add_argument(
         "--output",
@@ -36,9 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
     """Run with dashed arguments; the exit code."""
-    made = _parser()
+    made = parser(prog)
     args = made.parse_args(argv)
     if args.verify and args.dry_run:
         made.error("--verify compares what was written; --dry-run writes nothing")

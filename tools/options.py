@@ -10,7 +10,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,6 +32,23 @@ def dashed(argv: Sequence[str]) -> list[str]:
             word = name.replace("_", "-") + equals + value
         out.append(word)
     return out
+
+
+class _Help(argparse.HelpFormatter):
+    """Help whose paragraphs are filled, and whose lists of indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        parts = text.split("\n\n")
+        return "\n\n".join(p if "\n  " in p else fill(p, width, indent) for p in parts)
+
+
+class _Version(argparse.Action):
+    """``--version``: looked up only when it is asked for."""
+
+    def __call__(self, made: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(version())
+        made.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,13 +77,47 @@ class _Parser(argparse.ArgumentParser):
         return "".join(f"; {word}: did you mean {other}?" for word, other in near)
 
 
+CODES = "0 done, 1 refused or different, 2 usage"
+
+
 def parser(
-    prog: str, description: str, codes: str = "0 done, 1 refused or different, 2 usage"
+    prog: str,
+    description: str,
+    examples: Sequence[str],
+    codes: str = CODES,
 ) -> argparse.ArgumentParser:
-    """A parser with the exit codes at the end of its help."""
-    return _Parser(
-        prog=prog, description=description, allow_abbrev=False, epilog=f"exit codes: {codes}"
+    """A parser with examples and the exit codes at the end of its help, and ``--version``.
+
+    An example is what follows ``prog`` on a command line.
+    """
+    shown = "\n".join(f"  {prog} {example}".rstrip() for example in examples)
+    made = _Parser(
+        prog=prog, description=description.replace("``", ""), allow_abbrev=False,
+        epilog=f"examples:\n{shown}\n\nexit codes: {codes}", formatter_class=_Help,
+    )  # fmt: skip
+    made.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    return made
+
+
+def version() -> str:
+    """The program and its version."""
+    from shardwright import __version__
+
+    return f"shardwright {__version__}"
+
+
+def unknown_command(prog: str, word: str, known: Iterable[str]) -> int:
+    """Say that ``word`` is no sub-command, and which one was meant; the exit code."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), 1, 0.5)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    print(
+        f"usage: {prog} COMMAND [options] (--help lists them)\n"
+        f"{prog}: error: no command {word!r}{meant}",
+        file=sys.stderr,
     )
+    return USAGE
 
 
 def add_checkpoint(made: argparse.ArgumentParser) -> None:
@@ -289,7 +340,7 @@ def run(
     SIGTERM ends a run as Ctrl-C does, so that no partial output is left.
     """
 
-    from shardwright.ckpt.errors import printable
+    from shardwright.ckpt.errors import install, is_extra, printable
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -323,6 +374,11 @@ def run(
                 raise
             error.filename = "the current folder"  # of which os.getcwd gives no name
         print(printable(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
+        return refused
+    except ModuleNotFoundError as error:
+        if not is_extra(error.name):
+            raise
+        print(f"error: {install(error.name or '')}", file=sys.stderr)
         return refused
     except ValueError as error:
         if type(error).__name__ not in ("CheckpointError", "TrainError"):

@@ -15,9 +15,16 @@ from pathlib import Path
 
 from . import options
 
+EXAMPLES = (
+    "--params 13B --gpus 8",
+    "--model Llama-3.1-8B --gpus 16 --gpu H100 --seq-length 8192",
+    "--params 70B --gpus 64 --output plan.yaml --plot plan.png",
+)
 
-def _parser() -> argparse.ArgumentParser:
-    made = options.parser("plan-layout", (__doc__ or "").replace("``", ""))
+
+def parser(prog: str = "plan-layout") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES)
     made.add_argument(
         "--model", metavar="HF_DIR_OR_CONFIG", help="a model folder or config.json; no weights"
     )
@@ -65,10 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str], prog: str = "plan-layout") -> int:
     """Run with dashed arguments; the exit code."""
-    made = _parser()
+    made = parser(prog)
     args = made.parse_args(argv)
+    if args.gpus is None and not args.guide:
+        made.error("the number of GPUs is missing: --gpus 8")
     from shardwright.train.errors import TrainError
     from shardwright.train.planning import report
     from shardwright.train.planning import search as planning
@@ -99,8 +108,6 @@ def _request(args: argparse.Namespace):
     from shardwright.train.planning import search as planning
     from shardwright.train.planning.estimate import Cluster
 
-    if args.gpus is None:
-        raise TrainError("the number of GPUs is missing: --gpus 8")
     if args.optimizer == "sgd" and args.distributed_optimizer:
         raise TrainError(
             "--distributed-optimizer has no sgd in megatron-core; use --optimizer adamw"

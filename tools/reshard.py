@@ -9,9 +9,16 @@ from shardwright.ckpt.model.mesh import AXES
 
 from . import options
 
+EXAMPLES = (
+    "Llama-3.1-8B --tp 4 --pp 2",
+    "checkpoint-1000 --tp 2 --pp 4 --dry-run",
+    "Llama-3.1-8B --to megatron --tp 4 --pp 2 --output for-megatron",
+)
 
-def _parser() -> argparse.ArgumentParser:
-    made = options.parser("reshard", (__doc__ or "").replace("``", ""))
+
+def parser(prog: str = "reshard") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES)
     options.add_checkpoint(made)
     _add_layout(made)
     _add_output(made)
@@ -127,9 +134,9 @@ def _layers(text: str | None, made: argparse.ArgumentParser) -> tuple[int, ...] 
         made.error(f"--pp-layers {text}: write it as whole numbers with commas, e.g. 10,10,8")
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str], prog: str = "reshard") -> int:
     """Run with dashed arguments; the exit code."""
-    made = _parser()
+    made = parser(prog)
     args = made.parse_args(argv)
     layers = _layers(args.pp_layers, made)
     source = options.checkpoint_of(args, made)

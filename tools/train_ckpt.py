@@ -7,6 +7,7 @@ is spread and writes Accelerate's YAML; ``train-ckpt doctor`` examines the machi
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -22,18 +23,33 @@ from shardwright.train.errors import WAITED_IN_VAIN, LostRank
 
 from . import options
 
+EXAMPLES = (
+    "--model Llama-3.1-8B --data docs/*.txt --tp 2 --steps 100 --save-dir run --save-interval 50",
+    "--model Llama-3.1-8B --data docs/*.txt --pp 2 --steps 200 --save-dir run --resume",
+    "--config run.yaml --model Llama-3.1-8B --data docs/*.txt --steps 100 --save-dir run-2",
+)
 
-def command(argv: Sequence[str]) -> int:
+
+def parser(prog: str = "train-ckpt") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES)
+    config_options.options(made)
+    return made
+
+
+def command(argv: Sequence[str], prog: str = "train-ckpt") -> int:
     """Run with dashed arguments; the exit code."""
     given = os.environ.get("SHARDWRIGHT_ARGUMENTS")
     if given is not None and not argv:  # a rank of our own launcher
         argv = json.loads(given)
-    if argv and argv[0] in _SUBCOMMANDS:
-        module = import_module(_SUBCOMMANDS[argv[0]])
-        return int(module.command(argv[1:]))
-    made = options.parser("train-ckpt", (__doc__ or "").replace("``", ""))
-    config_options.options(made)
-    config = from_options.from_options(made.parse_args(argv))
+    if argv and argv[0] in SUBCOMMANDS:
+        module = import_module(SUBCOMMANDS[argv[0]])
+        return int(module.command(argv[1:], f"{prog} {argv[0]}"))
+    if argv and not argv[0].startswith("-"):
+        return options.unknown_command(prog, argv[0], SUBCOMMANDS)
+    if not argv:
+        parser(prog).error("say what to train: --model HF_DIR --data FILE ... --steps N")
+    config = from_options.from_options(parser(prog).parse_args(argv))
     from shardwright.train.run import launch
 
     if launch.is_rank():
@@ -44,7 +60,7 @@ def command(argv: Sequence[str]) -> int:
     return launch.launch(config, list(argv))
 
 
-_SUBCOMMANDS = {
+SUBCOMMANDS = {
     "config": "shardwright.tools.train_config",
     "doctor": "shardwright.tools.train_doctor",
 }

@@ -21,7 +21,7 @@ from shardwright.train.config.accelerate_yaml import (
     read_accelerate,
 )
 from shardwright.train.config.fields import FIELDS
-from shardwright.train.errors import TrainError, nearest
+from shardwright.train.errors import TrainError
 
 from . import options
 
@@ -31,15 +31,9 @@ _SHORT = {
 }  # fmt: skip
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str], prog: str = "train-ckpt config") -> int:
     """Run with dashed arguments; the exit code."""
-    made = _parser()
-    args, unknown = made.parse_known_args(argv)
-    if unknown:
-        flags = [flag for action in made._actions for flag in action.option_strings]
-        word = unknown[0].partition("=")[0]
-        print(f"error: unknown argument {word}{nearest(word, flags)}", file=sys.stderr)
-        return options.USAGE
+    args = parser(prog).parse_args(argv)
     output = Path(args.output or default_accelerate_path(os.environ)).expanduser()
     read = args.read or (str(output) if args.show else None)
     known = questions.of_file(read_accelerate(read)) if read else {}
@@ -65,8 +59,16 @@ def command(argv: Sequence[str]) -> int:
     return options.DONE
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = options.parser("train-ckpt config", (__doc__ or "").replace("``", ""))
+EXAMPLES = (
+    "--yes --num-processes 8 --tp 2 --pp 2 --output layout.yaml",
+    "--yes --params 13B --num-processes 8 --output layout.yaml --overwrite",
+    "--read layout.yaml --show",
+)
+
+
+def parser(prog: str = "train-ckpt config") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES)
     made.add_argument(
         "--output", metavar="FILE", help="where to write (default: where accelerate launch looks)"
     )

@@ -7,19 +7,31 @@ the model and the machine, and the speed of the disk for checkpoints.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shardwright.train.config import cli as config_options
 from shardwright.train.config import from_options
 
 from . import options
 
+if TYPE_CHECKING:
+    from shardwright.ckpt.model.family import Model
+    from shardwright.train.config.schema import TrainConfig
 
-def command(argv: Sequence[str]) -> int:
-    """Run with dashed arguments; 1 where something would fail."""
-    made = options.parser("train-ckpt doctor", (__doc__ or "").replace("``", ""))
+EXAMPLES = (
+    "",
+    "--model Llama-3.1-8B --tp 2 --pp 2 --no-exchange",
+    "--config run.yaml --json --no-exchange",
+)
+
+
+def parser(prog: str = "train-ckpt doctor") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES)
     group = made.add_argument_group("examination")
     group.add_argument(
         "--topology",
@@ -31,16 +43,20 @@ def command(argv: Sequence[str]) -> int:
     )
     group.add_argument("--json", action="store_true", help="findings as JSON")
     config_options.options(made)
-    args = made.parse_args(argv)
+    return made
+
+
+def command(argv: Sequence[str], prog: str = "train-ckpt doctor") -> int:
+    """Run with dashed arguments; 1 where something would fail."""
+    args = parser(prog).parse_args(argv)
     config = from_options.from_options(args, complete=False)
     from shardwright.train.doctor import doctor
     from shardwright.train.doctor import findings as advice
-    from shardwright.train.run.source import find_source
 
     found = []
     for finding in doctor.examine(
         config,
-        lambda said: find_source(said).model(),
+        _model,
         topology_file=args.topology,
         try_exchange=not args.no_exchange,
     ):
@@ -53,3 +69,10 @@ def command(argv: Sequence[str]) -> int:
     else:
         print(f"{counts['problem']} problems, {counts['warning']} warnings")
     return options.REFUSED if counts["problem"] else options.DONE
+
+
+def _model(config: TrainConfig) -> Model:
+    """The model of the run. Its loading imports torch, without which the rest is examined."""
+    from shardwright.train.run.source import find_source
+
+    return find_source(config).model()

@@ -21,8 +21,16 @@ UNREADABLE = 2  # as diff and cmp: a script must not take "cannot read" for "dif
 CODES = "0 the same or sound, 1 different or damaged, 2 cannot be read, or usage"
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = options.parser("verify-ckpt", (__doc__ or "").replace("``", ""), CODES)
+EXAMPLES = (
+    "checkpoint-1000",
+    "Llama-3.1-8B Llama-3.1-8B-tp4-pp2",
+    "checkpoint-1000 merged --weights-only --rtol 1e-2",
+)
+
+
+def parser(prog: str = "verify-ckpt") -> argparse.ArgumentParser:
+    """The options, and the examples of the help."""
+    made = options.parser(prog, __doc__ or "", EXAMPLES, CODES)
     options.add_checkpoint(made)
     made.add_argument("other", nargs="?", metavar="B", help="the checkpoint to compare with")
     made.add_argument("--rtol", type=float, default=0.0, help="relative tolerance, for cast copies")
@@ -37,9 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     return made
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str], prog: str = "verify-ckpt") -> int:
     """Run with dashed arguments; the exit code."""
-    made = _parser()
+    made = parser(prog)
     args = made.parse_args(argv)
     if args.checkpoint_dir and args.checkpoint and not args.other:
         args.other, args.checkpoint = args.checkpoint, None

@@ -28,6 +28,18 @@ __all__ = ["Accelerator", "MegatronLMDummyScheduler", "MegatronLMPlugin", "Train
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    from shardwright.ckpt.errors import install, is_extra
+
+    try:
+        value: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if not is_extra(error.name):
+            raise
+        text = f"shardwright.train.{name}: {install(error.name or '')}"
+        raise ModuleNotFoundError(text, name=error.name) from error
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwright.ckpt.errors import install
+
 from ..errors import TrainError
 
 
@@ -109,5 +111,5 @@ def _writer(folder: str, options: dict[str, Any]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise TrainError("TensorBoard event files: pip install tensorboard") from error
+        raise TrainError(f"TensorBoard event files: {install('tensorboard')}") from error
     return SummaryWriter(folder, **options)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.ckpt.errors import install
+
 from ..errors import TrainError, nearest, raise_faults
 from .fields import FIELDS, FieldUse, refused_field, used_field
 from .values import Resolved, Sourced, resolve
@@ -78,7 +80,7 @@ def import_yaml(path: str) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise TrainError(f"{path}: YAML files need PyYAML; pip install pyyaml") from None
+        raise TrainError(f"{path}: {install('yaml')}") from None
     return yaml
 
 

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwright.ckpt.errors import install
+
 from ..errors import TrainError
 from ..patches import graphs
 from ..patches.megatron import import_megatron
@@ -63,9 +65,7 @@ class Parallel:
 
 def _need_megatron() -> None:
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise TrainError(
-            "training needs megatron-core; install it with: pip install 'shardwright[train]'"
-        )
+        raise TrainError(f"training: {install('megatron')}")
 
 
 def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parallel:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from shardwright.ckpt.errors import install, is_extra
+
 from ..errors import TrainError
 from .documents import blocks
 
@@ -114,6 +116,6 @@ def import_megatron() -> None:
                     "this megatron-core has no compiled megatron.core.datasets.helpers_cpp; "
                     "install a wheel of it (there are some for Linux and Python 3.10 to 3.13)"
                 ) from error
-            raise TrainError(
-                f"training needs {error.name}; run: pip install 'shardwright[train]'"
-            ) from error
+            if not is_extra(error.name):
+                raise
+            raise TrainError(f"training: {install(error.name or '')}") from error

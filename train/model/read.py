@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from shardwright.ckpt.errors import install
 from shardwright.ckpt.families.rows import D as LAYER
 from shardwright.ckpt.model.family import Model
 
@@ -153,9 +154,7 @@ def _hf_config(model: Model) -> PretrainedConfig:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
-        raise TrainError(
-            "training needs transformers; install it with: pip install 'shardwright[train]'"
-        ) from error
+        raise TrainError(f"training: {install('transformers')}") from error
     name = str(model.config["model_type"])
     try:
         return CONFIG_MAPPING[name].from_dict(dict(model.config))

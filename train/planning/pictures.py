@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.ckpt.errors import install
+
 from ..errors import TrainError
 from .estimate import GIB
 from .report import distinct
@@ -117,9 +119,7 @@ def draw(result: Result, path: Path, top: int = 8) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise TrainError(
-            f"--plot {path}: pictures need matplotlib; pip install matplotlib"
-        ) from None
+        raise TrainError(f"--plot {path}: {install('matplotlib')}") from None
     try:
         _save(figure(result, top), path)
     except OSError as error:

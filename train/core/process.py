@@ -63,9 +63,11 @@ class Parallel:
         return self.place.is_last_stage
 
 
-def _need_megatron() -> None:
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise TrainError(f"training: {install('megatron')}")
+def need_packages() -> None:
+    """TrainError with what to install, before any process is started or joins the others."""
+    for package in ("megatron", "megatron.core", "transformers"):
+        if find_spec(package) is None:
+            raise TrainError(f"training: {install(package)}")
 
 
 def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parallel:
@@ -76,7 +78,7 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
     each collective, in seconds. TrainError where the world does not fit the layout.
     """
     global _control
-    _need_megatron()
+    need_packages()
     world_size = _world_size()
     dp = layout.data_parallel(world_size)
     local_rank = _environment("LOCAL_RANK", 0)

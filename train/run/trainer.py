@@ -24,7 +24,7 @@ from ..checkpoint.save import Saver, SaveWait, gather
 from ..config.schema import TrainConfig
 from ..core.from_config import engine_of, layout_of, positions_of, settle
 from ..core.layout import check_layout
-from ..core.process import Parallel, initialize, shutdown
+from ..core.process import Parallel, initialize, need_packages, shutdown
 from ..core.schedule import schedule_of
 from ..data.samples import Batches, EvalBatches, Samples, open_corpus
 from ..data.tokenizer import find_tokenizer
@@ -39,6 +39,7 @@ from .watch import Watch
 
 def check(config: TrainConfig) -> None:
     """What can be refused before any process is started: model, layout, batch, files."""
+    need_packages()
     source = find_source(config)
     model = source.model()
     config = settle(config, model, str(source.config))

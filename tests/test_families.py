@@ -22,8 +22,12 @@ from megatron_computes import Computed
 from strategies import VARIANTS
 
 from shardwright.ckpt import CheckpointError, RunOptions, families, merge, reshard
-from shardwright.ckpt.checkpoint.config import load_model
-from shardwright.ckpt.model.placement import shapes_of
+from shardwright.ckpt.checkpoint.config import load_model, model_from
+from shardwright.ckpt.checkpoint.function import Settings, contradictions, settings
+from shardwright.ckpt.model.box import Box
+from shardwright.ckpt.model.family import build_mesh
+from shardwright.ckpt.model.layout import default_layout
+from shardwright.ckpt.model.placement import Placement, shapes_of
 
 QUIET = RunOptions(workers=1)
 N, G, D, H, F, LAYERS = 12, 6, 4, 24, 36, 4
@@ -33,6 +37,10 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 32, "initializer_range": 0.2, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+SIZES = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings",
+         "n_head", "n_layer", "ffn_dim", "num_kv_heads", "new_decoder_architecture",
+         "multi_query")  # fmt: skip
 Rows = Callable[[Tensors], list[torch.Tensor]]  # layer 0's tensors, prefix cut -> q, k, v and so on
 
 
@@ -53,6 +61,28 @@ def FUSED(layer: Tensors) -> list[torch.Tensor]:
     return list(layer["mlp.gate_up_proj.weight"].chunk(2))
 
 
+def per_group(name: str, groups: int, queries: int) -> Rows:
+    """q, k and v of one tensor in which the heads of each KV group lie side by side."""
+
+    def parts(layer: Tensors) -> list[torch.Tensor]:
+        heads = layer[name].unflatten(0, (groups, queries + 2, -1))  # g, heads, d, and H
+        return [x.flatten(0, 2) for x in heads.split((queries, 1, 1), 1)]
+
+    return parts
+
+
+def falcon(groups: int) -> dict[str, Any]:
+    """What the variants of Falcon share."""
+    rows = per_group("self_attention.query_key_value.weight", groups, N // groups)
+    return {"qkv": rows, "fc1": split("mlp.dense_h_to_4h.weight"), "groups": groups,
+            "layer": "transformer.h.0.", "tps": (4, 2) if groups == 1 else (3, 6, 12)}  # fmt: skip
+
+
+LESS = dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size"), ...)
+NEOX = {**QUARTER, "num_key_value_heads": ...}
+FALCON = {**LESS, "max_position_embeddings": 32}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A variant of a family."""
@@ -65,6 +95,7 @@ class Tiny:
     qkv_bias: Rows | None = None
     groups: int = G
     layer: str = "model.layers.0."
+    tps: tuple[int, ...] = (3, 1, 2, 6, 12)
 
     @property
     def said(self) -> dict[str, Any]:
@@ -133,6 +164,43 @@ TINY = {
         "do_layer_norm_before False", fc1=split("fc1.weight"), groups=N,
         layer="model.decoder.layers.0.",
     ),
+    "gpt_neox": Tiny(
+        "gpt_neox", {**NEOX, "use_parallel_residual": True}, "use_parallel_residual True",
+        qkv=per_group("attention.query_key_value.weight", N, 1),
+        fc1=split("mlp.dense_h_to_4h.weight"),
+        qkv_bias=per_group("attention.query_key_value.bias", N, 1),
+        groups=N, layer="gpt_neox.layers.0.",
+    ),
+    "gpt_neox in turn": Tiny(
+        "gpt_neox", {**NEOX, "use_parallel_residual": False},
+        qkv=per_group("attention.query_key_value.weight", N, 1),
+        fc1=split("mlp.dense_h_to_4h.weight"),
+        groups=N, layer="gpt_neox.layers.0.",
+    ),
+    "bloom": Tiny(
+        "bloom", {"n_head": N, "n_layer": LAYERS, **LESS}, "ALiBi",
+        qkv=per_group("self_attention.query_key_value.weight", N, 1),
+        fc1=split("mlp.dense_h_to_4h.weight"),
+        qkv_bias=per_group("self_attention.query_key_value.bias", N, 1),
+        groups=N, layer="transformer.h.0.",
+    ),
+    "falcon 7b": Tiny("falcon", FALCON, "parallel_attn True", **falcon(1)),
+    "falcon 40b": Tiny(
+        "falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 6},
+        "parallel_attn True", **falcon(6),
+    ),
+    "falcon 11b": Tiny(
+        "falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 6, "bias": True,
+         "num_ln_in_parallel_attn": 1},
+        "parallel_attn True", **falcon(6),
+    ),
+    "falcon rw": Tiny(
+        "falcon",
+        {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+        "alibi True", **falcon(N),
+    ),
+    "falcon in turn": Tiny("falcon", {**FALCON, "parallel_attn": False}, **falcon(1)),
     "smollm3": Tiny("smollm3"),
     "smollm3 all rotate": Tiny("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
     "smollm3 window": Tiny(
@@ -160,7 +228,7 @@ def layouts(name: str) -> list[dict[str, Any]]:
     rng = random.Random(name)
     cuts = sorted(rng.sample(range(1, LAYERS), rng.choice((1, 2))))
     counts = tuple(b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True))
-    first, second = rng.sample((1, 2, 3, 6, 12), 2)
+    first, second = rng.sample(TINY[name].tps, 2)
     return [
         {"tp": first, "pp": rng.choice((1, 2, 4))},
         {"tp": second, "pp": len(counts), "pp_layers": counts},
@@ -197,7 +265,7 @@ def test_a_model_is_the_same_after_random_layouts(name, made, tmp_path):
 
 @pytest.mark.parametrize("name", TINY)
 def test_packed_rows_are_those_of_plain_torch_ops(name, made, tmp_path):
-    tiny, tp = TINY[name], 3
+    tiny, tp = TINY[name], TINY[name].tps[0]
     reshard(made.folder / name, tmp_path / "out", tp=tp, run=QUIET)
     ranks, state = load_ranks(tmp_path / "out"), load_hf(made.folder / name)
     layer = {k.removeprefix(tiny.layer): x for k, x in state.items() if k.startswith(tiny.layer)}
@@ -216,6 +284,67 @@ def test_packed_rows_are_those_of_plain_torch_ops(name, made, tmp_path):
     for t in range(tp):
         found = {k: ranks[t, 0]["decoder.layers.0." + k] for k in wanted}
         assert_same(found, {k: rows[t] for k, rows in wanted.items()})
+
+
+@pytest.mark.parametrize("tag", ["per_rank", "per_row", "flat"])
+@pytest.mark.parametrize("name", ["gpt_neox in turn", "falcon rw"])
+def test_rows_that_alternate_in_hugging_face_files_are_found_in_every_packing(name, tag, made):
+    tiny, tp, state = TINY[name], 3, load_hf(made.folder / name)
+    model = load_model(made.folder / name / "config.json")
+    layout = {**default_layout(model.family), "qkv": tag}
+    mesh = build_mesh(model, (("tp", tp), ("pp", 1)))
+    here = Placement.of(model, mesh, layout, model.sizes["vocab"] + 2)
+    layer = {k.removeprefix(tiny.layer): x for k, x in state.items() if k.startswith(tiny.layer)}
+    wanted = pack_qkv(*tiny.qkv(layer), tiny.groups, tp, tag)
+    for t in range(tp):
+        row = here.find((("tp", t), ("pp", 0)), "decoder.layers.0.self_attention.linear_qkv.weight")
+        found = torch.full(row.shape, torch.nan)
+        for piece in row.pieces:
+            found[slices(piece.stored)] = state[piece.fqn][slices(piece.box)]
+        assert torch.equal(found, wanted[t])
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+
+
+# --- what configs say --------------------------------------------------------------------------
+
+OLD = {  # spelled as by older versions of transformers
+    "gemma3": {"rope_theta": 5e5, "rope_local_base_freq": 5e3, "sliding_window_pattern": 2,
+               "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "olmo3": {"rope_theta": 5e5, "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}},
+    "gpt_neox": {"rotary_pct": 0.5, "rotary_emb_base": 5000},
+    "glm": {"partial_rotary_factor": 1.0, "rope_theta": 5e3},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "nemotron": {"partial_rotary_factor": 0.25, "rope_theta": 5e3},
+    "cohere": {"rope_theta": 8e6, "logit_scale": 0.25},
+    "granite": {"attention_multiplier": 0.5},
+    "starcoder2": {"sliding_window": 5},
+}  # fmt: skip
+
+
+def said(config: dict[str, Any]) -> Settings:
+    return settings(config, model_from(config, "config.json"))
+
+
+def as_written(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config in the spelling of the installed transformers, defaults filled in."""
+    kind = transformers.CONFIG_MAPPING[config["model_type"]]
+    return json.loads(json.dumps(kind.from_dict(json.loads(json.dumps(config))).to_dict()))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_defaults_and_spellings_are_those_of_transformers(name):
+    least = {key: x for key, x in TINY[name].said.items() if key in (*SIZES, "pad_token_id")}
+    assert contradictions(said(least), said(as_written(least))) == {}
+    full = TINY[name].said | OLD.get(name, {})
+    assert contradictions(said(full), said(as_written(full))) == {}
+    if name in OLD:
+        changed = contradictions(said(TINY[name].said), said(full))
+        assert changed, "an old spelling that is not read"
 
 
 def test_megatron_core_computes_what_args_say_and_the_rest_is_refused_by_name(made):

@@ -91,7 +91,8 @@ def _tabled(model: Model) -> set[str]:
     """Keys that the family's table reads: they decide shapes and which tensors there are."""
     family = model.family
     sizes = {key for text in family.sizes.values() for key in re.findall(r"[a-z_]\w*", text)}
-    return (sizes | family.flags.keys()) - family.function.plain.keys()
+    flags = {key.partition("==")[0] for key in family.flags}
+    return (sizes | flags) - family.function.plain.keys()
 
 
 def contradictions(a: Settings, b: Settings) -> dict[str, tuple[object, object]]:

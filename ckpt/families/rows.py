@@ -122,6 +122,20 @@ def qkv_bias(when: tuple[str, ...] = (), prefix: str = M + "self_attn.") -> Rule
     )
 
 
+def fused_qkv(fqn: str, bias: tuple[str, ...] | None = ()) -> tuple[Rule, ...]:
+    """q, k and v that Hugging Face's files hold in one tensor, packed per query group as well.
+
+    ``bias`` are the flags of the bias, None for none.
+    """
+    name = D + "self_attention.linear_qkv."
+    parts = (Part(fqn + ".weight", "q+k+v h", "g"),)
+    weight = Rule(name + "weight", "q+k+v h", parts, COLUMN, groups="qkv", checks=HEADS)
+    if bias is None:
+        return (weight,)
+    own = (Part(fqn + ".bias", "q+k+v", "g"),)
+    return weight, Rule(name + "bias", "q+k+v", own, COLUMN, groups="qkv", when=bias)
+
+
 def attention_out(fqn: str = M + "self_attn.o_proj.weight") -> Rule:
     """The attention output projection, input features over tp."""
     return Rule(D + "self_attention.linear_proj.weight", "h q", (Part(fqn, "h q"),), ROW)

@@ -7,7 +7,8 @@ Dims strings. ``"q+k+v h"`` is a 2-d tensor whose dim 0 holds the segments q, k 
 and whose dim 1 is h. A logical part names the same segments in its dims; if their order is another
 one, it is a transpose (GPT-2's Conv1D: ``"h q+k+v"``). In the
 stored tensor segments are interleaved in ``groups`` equal rounds (q of group 0, k of
-group 0, v of group 0, q of group 1, ...); in a logical tensor they come one after another.
+group 0, v of group 0, q of group 1, ...); in a logical tensor they come one after another, unless
+the part has ``rounds`` of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Part:
 
     fqn: str  # with the placeholders of the rule's name, e.g. {layer}
     dims: str  # in the logical tensor's dim order
+    rounds: str = ""  # symbol: its segments alternate so often in the logical tensor too
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class Family:
     name: str
     model_types: tuple[str, ...]  # `model_type` in config.json
     sizes: Mapping[str, str]  # symbol -> config keys, see `evaluate`
-    flags: Mapping[str, bool]  # config key -> its value if the config does not have it
+    # config key -> its value if the config does not have it; "key==number" and "key==null" hold
+    # for that value, and a key that a config does not have is null
+    flags: Mapping[str, bool]
     rules: tuple[Rule, ...]
     norm_offset: int = 0  # 1 if the norm multiplies by 1 + weight
     function: Function = field(default_factory=Function)
@@ -126,12 +130,16 @@ def fill(template: str, numbers: Mapping[str, int]) -> str:
 def evaluate(family: Family, config: Mapping[str, object], origin: str) -> dict[str, int]:
     """The sizes of a model: each symbol's expression over config keys and earlier symbols.
 
-    ``a|b`` is a, or b if the config lacks a or has null; ``a*b`` and ``a/b`` are exact. Raises
-    CheckpointError with the key if nothing gives a value.
+    ``a|b`` is a, or b if the config lacks a or has null; ``a*b`` and ``a/b`` are exact; ``f?a`` is
+    a if the flag f holds. Raises CheckpointError with the key if nothing gives a value.
     """
     sizes: dict[str, int] = {}
+    flags = model_flags(family, config, origin)
     for symbol, expression in family.sizes.items():
         for option in expression.split("|"):
+            flag, asked, option = option.rpartition("?")
+            if asked and flag not in flags:
+                continue
             value = _value(option, config, sizes, origin)
             if value is not None:
                 sizes[symbol] = value
@@ -163,6 +171,11 @@ def model_flags(family: Family, config: Mapping[str, object], origin: str) -> fr
     """The flags of a config; the family's default for those that it does not have."""
     found = set()
     for key, default in family.flags.items():
+        name, compared, wanted = key.partition("==")
+        if compared:
+            if config.get(name) == (None if wanted == "null" else int(wanted)):
+                found.add(key)
+            continue
         value = config.get(key, default)
         if value is None:
             value = default

@@ -200,6 +200,7 @@ def _too_many(
 def _count(rule: Rule, scope: Sizes, mesh: Mesh, layout: Mapping[str, str]) -> tuple[int, int]:
     """(pieces, elements) of one rule on all ranks, pieces counted high rather than low."""
     turns = _rounds(rule, scope, layout)
+    turns += sum(scope[part.rounds] for part in rule.parts if part.rounds)
     pieces = elements = math.prod(scope[name] for name in placeholders(rule.name))
     for dim, segments in enumerate(_stored_dims(rule, scope)):
         cuts = math.prod(
@@ -226,6 +227,7 @@ def _faults(
         if turns > MAX_ROUNDS:
             found[f"{rule.name}: {turns} rounds of the {rule.groups!r} packing"] = None
             continue
+        found.update(dict.fromkeys(_part_faults(rule, scope)))
         dims = _stored_dims(rule, scope)
         for dim, segments in enumerate(dims):
             if len(segments) > 1 and not (rule.pad and dim == 0):
@@ -240,6 +242,21 @@ def _faults(
                     says = f"{rule.name}: dim {at.dim} of size {total} does not divide over"
                     found[f"{says} {axis}={mesh.size(axis)}"] = None
     return list(found)
+
+
+def _part_faults(rule: Rule, scope: Sizes) -> Iterator[str]:
+    """Logical tensors whose segments do not divide into their rounds."""
+    for part in rule.parts:
+        turns = scope[part.rounds] if part.rounds else 1
+        if turns > MAX_ROUNDS or any(scope[s] % turns for s in _alternating(part)):
+            yield f"{part.fqn}: its segments do not divide into {turns} rounds"
+
+
+def _alternating(part: Part) -> list[str]:
+    """The segments of a logical tensor that come in rounds."""
+    if not part.rounds:
+        return []
+    return [s for dim in part.dims.split() if "+" in dim for s in dim.split("+")]
 
 
 def _rounds(rule: Rule, scope: Sizes, layout: Mapping[str, str]) -> int:
@@ -259,6 +276,11 @@ def _geometry(
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """The rank's stored shape and its pieces, names still templates."""
     turns = _rounds(rule, scope, layout)
+    steps = {  # the segments that logical tensors hold in rounds -> elements of a round
+        segment: scope[segment] // scope[part.rounds]
+        for part in rule.parts
+        for segment in _alternating(part)
+    }
     shape, blocks = [], []
     for dim, segments in enumerate(_stored_dims(rule, scope)):
         rows = list(_interleave(segments, 1 if rule.pad and dim == 0 else turns))
@@ -269,7 +291,7 @@ def _geometry(
                 rows = list(_cut(rows, ranks.get(axis, 0) * size, size))
                 total = size
         shape.append(total)
-        blocks.append(rows)
+        blocks.append([part for row in rows for part in _by_round(row, steps)])
     parts = _with_padding(rule)
     pieces = [_piece(parts, scope, combo) for combo in itertools.product(*blocks)]
     return tuple(shape), tuple(pieces)
@@ -297,6 +319,19 @@ def _cut(rows: list[_Block], start: int, size: int) -> Iterator[_Block]:
             yield _Block(row.segment, lo - start, row.segment_start + lo - row.start, hi - lo)
 
 
+def _by_round(row: _Block, steps: Mapping[str, int]) -> Iterator[_Block]:
+    """A block as those that lie in one round of a logical tensor each."""
+    step = steps.get(row.segment)
+    if not step:
+        yield row
+        return
+    at, end = row.segment_start, row.segment_start + row.size
+    while at < end:
+        stop = min(end, (at // step + 1) * step)
+        yield _Block(row.segment, row.start + at - row.segment_start, at, stop - at)
+        at = stop
+
+
 def _with_padding(rule: Rule) -> tuple[Part, ...]:
     """The rule's parts, and for a padded rule the part that its padding rows form."""
     if not rule.pad:
@@ -315,13 +350,22 @@ def _piece(parts: tuple[Part, ...], scope: Sizes, combo: tuple[_Block, ...]) -> 
             continue
         offsets, sizes, order = [0] * len(dims), [0] * len(dims), [0] * len(dims)
         for stored_dim, (block, dim) in enumerate(zip(combo, where, strict=True)):
-            before = itertools.takewhile(lambda s, b=block: s != b.segment, dims[dim])  # type: ignore[misc]
-            offsets[dim] = sum(scope[s] for s in before) + block.segment_start
+            turns = scope[part.rounds] if part.rounds and len(dims[dim]) > 1 else 1
+            offsets[dim] = _logical_offset(block, dims[dim], scope, turns)
             sizes[dim] = block.size
             order[dim] = stored_dim
         stored = Box(tuple(b.start for b in combo), tuple(b.size for b in combo))
         return Piece(part.fqn, Box(tuple(offsets), tuple(sizes)), stored, tuple(order))
     raise AssertionError(f"no part holds the segments {wanted}")
+
+
+def _logical_offset(block: _Block, segments: list[str], scope: Sizes, turns: int) -> int:
+    """Where a block begins in a logical dim whose segments come in ``turns`` rounds."""
+    before = sum(scope[s] for s in itertools.takewhile(lambda s: s != block.segment, segments))
+    if turns == 1:
+        return before + block.segment_start
+    turn, within = divmod(block.segment_start, scope[block.segment] // turns)
+    return (turn * sum(scope[s] for s in segments) + before) // turns + within
 
 
 def logical_shapes(rules: Sequence[Rule], sizes: Sizes) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from .. import families
 from ..errors import CheckpointError, raise_all
 from ..model.dtypes import CASTABLE, TO_TORCH, dtype_named
-from ..model.family import Model, evaluate, model_flags, placeholders
+from ..model.family import Model, evaluate, model_flags, placeholders, size_flags
 from ..model.manifest import SideFile, TensorMeta, category_of, is_padding
 from ..model.target import main_dtype
 from ..move.storage import StoragePath, Where, storage_path
@@ -83,7 +83,10 @@ def model_from(config: Mapping[str, object], path: str, vocab_size: int | None =
             raise CheckpointError(f"{path}: {sizes[name]} {name}s; the limit is {MAX_LAYERS}")
     if vocab_size is not None:
         sizes["vocab"] = vocab_size
-    return Model(family, config, sizes, model_flags(family, config, str(path)))
+    layers = sizes["layer"]
+    kinds = zip(*(each(config, layers, str(path)) for each in family.kinds), strict=True)
+    flags = model_flags(family, config, str(path)) | size_flags(family, sizes)
+    return Model(family, config, sizes, flags, tuple(map(frozenset, kinds)))
 
 
 # --- for an output ----------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..errors import CheckpointError
+from .layer_kinds import LayerKinds
 from .mesh import Mesh, Shard, ShardByIndex, Stages
 from .pipeline import single, split_evenly
 
@@ -63,7 +64,8 @@ class Rule:
     on: Mapping[str, str] = field(default_factory=dict)
     groups: str = ""  # layout tag that says how segments interleave ("qkv", "glu")
     pad: str = ""  # segment of dim 0 that is padded
-    when: tuple[str, ...] = ()  # flags that must hold; "!flag" must not
+    when: tuple[str, ...] = ()  # flags that must hold; "!flag" must not (see `Family.flags`)
+    layers: str = ""  # the kind that a layer must be of (see `Family.kinds`)
     checks: tuple[Check, ...] = ()
 
 
@@ -88,7 +90,12 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: how its config names sizes, and its rows."""
+    """A model family: how its config names sizes, and its rows.
+
+    Rows ask for flags: keys of ``flags`` that are true, ``symbol>0`` for each size that may be
+    absent, ``axis>1`` for each axis that splits, and ``has NAME`` if the checkpoint has the tensor
+    NAME (a template of Hugging Face's names; any layer counts).
+    """
 
     name: str
     model_types: tuple[str, ...]  # `model_type` in config.json
@@ -105,6 +112,7 @@ class Family:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     # the name under which some Hugging Face files store the tied head too
     tied_names: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[LayerKinds, ...] = ()  # each gives every layer a kind
 
     def select(self, flags: frozenset[str]) -> list[Rule]:
         """The rows that hold for a model with ``flags``."""
@@ -131,25 +139,33 @@ def evaluate(family: Family, config: Mapping[str, object], origin: str) -> dict[
     """The sizes of a model: each symbol's expression over config keys and earlier symbols.
 
     ``a|b`` is a, or b if the config lacks a or has null; ``a*b`` and ``a/b`` are exact; ``f?a`` is
-    a if the flag f holds. Raises CheckpointError with the key if nothing gives a value.
+    a if the flag f holds. With ``|0`` at the end the size may be absent, null or 0. Raises
+    CheckpointError with the key if nothing gives a value.
     """
     sizes: dict[str, int] = {}
     flags = model_flags(family, config, origin)
     for symbol, expression in family.sizes.items():
-        for option in expression.split("|"):
+        *options, last = expression.split("|")
+        may_lack = last == "0"
+        for option in options if may_lack else [*options, last]:
             flag, asked, option = option.rpartition("?")
             if asked and flag not in flags:
                 continue
-            value = _value(option, config, sizes, origin)
+            value = _value(option, config, sizes, origin, least=0 if may_lack else 1)
             if value is not None:
                 sizes[symbol] = value
                 break
         else:
+            if may_lack:
+                sizes[symbol] = 0
+                continue
             raise CheckpointError(f"{origin}: needs {expression.replace('|', ' or ')}")
     return sizes
 
 
-def _value(option: str, config: Mapping[str, object], sizes: Sizes, origin: str) -> int | None:
+def _value(
+    option: str, config: Mapping[str, object], sizes: Sizes, origin: str, least: int
+) -> int | None:
     """One alternative of an expression; None if the config does not have it."""
     total = 1
     for operator, key in re.findall(r"([*/]?)\s*(\w+)", option):
@@ -159,9 +175,10 @@ def _value(option: str, config: Mapping[str, object], sizes: Sizes, origin: str)
             term = config[key] if config.get(key) is not None else sizes.get(key)
         if term is None:
             return None
-        if type(term) is not int or term <= 0:
-            raise CheckpointError(f"{origin}: {key} is {term!r}, not a whole number above 0")
-        if operator == "/" and total % term:
+        if type(term) is not int or term < least:
+            above = "from 0 on" if least == 0 else "above 0"
+            raise CheckpointError(f"{origin}: {key} is {term!r}, not a whole number {above}")
+        if operator == "/" and (not term or total % term):
             raise CheckpointError(f"{origin}: {option.strip()} is {total}/{term}, not whole")
         total = total // term if operator == "/" else total * term
     return total
@@ -186,6 +203,12 @@ def model_flags(family: Family, config: Mapping[str, object], origin: str) -> fr
     return frozenset(found)
 
 
+def size_flags(family: Family, sizes: Sizes) -> frozenset[str]:
+    """``symbol>0`` for each size that may be absent and is not."""
+    may_lack = (symbol for symbol, text in family.sizes.items() if text.endswith("|0"))
+    return frozenset(f"{symbol}>0" for symbol in may_lack if sizes[symbol])
+
+
 def mesh_flags(mesh: Mesh) -> frozenset[str]:
     """``axis>1`` for every axis that splits; rules may ask for it."""
     return frozenset(f"{axis}>1" for axis, size in mesh.axes if size > 1)
@@ -199,6 +222,54 @@ class Model:
     config: Mapping[str, object]
     sizes: dict[str, int]
     flags: frozenset[str]
+    kinds: tuple[frozenset[str], ...] = ()  # of each layer; empty if the family has no kinds
+
+    def rules(self, more: frozenset[str] = frozenset()) -> list[Rule]:
+        """The rows that some layer has; ``more`` are flags of a mesh."""
+        have = frozenset[str]().union(*self.kinds)
+        chosen = self.family.select(self.flags | more)
+        return [rule for rule in chosen if not rule.layers or rule.layers in have]
+
+    def layers_of(self, rule: Rule) -> Sequence[int]:
+        """The layers that have a row."""
+        if not rule.layers:
+            return range(self.sizes["layer"])
+        return [i for i, kinds in enumerate(self.kinds) if rule.layers in kinds]
+
+
+HAS = "has "
+
+
+def _asked(family: Family) -> set[str]:
+    """Flags ``has NAME`` that rows of a family ask for."""
+    return {f.removeprefix("!") for rule in family.rules for f in rule.when if HAS in f}
+
+
+def has_tensors(model: Model) -> list[str] | None:
+    """The tensors by which ``with_tensors`` finds the flags again; None if no row asks."""
+    asked = _asked(model.family)
+    return sorted(f.removeprefix(HAS) for f in asked & model.flags) if asked else None
+
+
+def with_tensors(model: Model, names: Iterable[str], *, stored: bool = False) -> Model:
+    """The model with flags ``has NAME`` for the tensors that a checkpoint has.
+
+    ``names`` are Hugging Face's, or stored ones: these tell only what no other row is stored as.
+    """
+    rules = model.family.rules
+    asked = _asked(model.family)
+    if not asked:
+        return model
+    have = {re.sub(r"\{\w+\}|\d+", "0", name) for name in names}
+    flags = set(model.flags - asked)
+    for flag in asked:
+        wanted = {flag.removeprefix(HAS)}
+        if stored:
+            wanted = {rule.name for rule in rules if flag in rule.when}
+            wanted -= {rule.name for rule in rules if flag not in rule.when}
+        if any(re.sub(r"\{\w+\}|\d+", "0", name) in have for name in wanted):
+            flags.add(flag)
+    return replace(model, flags=frozenset(flags))
 
 
 def build_mesh(
@@ -214,7 +285,7 @@ def build_mesh(
     """
     found = {} if stages is None else {"pp": stages}
     used = {"pp"}
-    rules = model.family.select(model.flags)
+    rules = model.rules()
     for axis, at in itertools.chain(*(rule.axes.items() for rule in rules)):
         used.add(axis)
         if isinstance(at, ShardByIndex) and axis not in found:

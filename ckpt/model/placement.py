@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, raise_all
@@ -116,14 +116,21 @@ class _Block:
     size: int
 
 
+Layers = Callable[[Rule], Sequence[int]]  # the layers that have a row
+
+
 def place(
-    rules: Sequence[Rule], sizes: Sizes, mesh: Mesh, layout: Mapping[str, str]
+    rules: Sequence[Rule],
+    sizes: Sizes,
+    mesh: Mesh,
+    layout: Mapping[str, str],
+    layers: Layers | None = None,
 ) -> dict[Coord, list[Placed]]:
     """Every rank's stored tensors, in row order. CheckpointError lists every row that does not
     divide.
 
-    ``layout`` maps a rule's group tag to the size symbol that gives its rounds. Ranks that hold the
-    same part of a rule share one result.
+    ``layout`` maps a rule's group tag to the size symbol that gives its rounds, ``layers`` gives
+    the layers of rows that not all have. Ranks that hold the same part of a rule share one result.
     """
     scope = {**sizes, **dict(mesh.axes)}
     faults = _faults(rules, scope, mesh, layout) or _too_many(rules, scope, mesh, layout)
@@ -145,6 +152,8 @@ def place(
             if same not in made:
                 stage = max((stage for _, stage in only[number].values()), default=0)
                 held = _instances(rule, scope, mesh, ranks, *geometries[shared], stage)
+                if layers is not None and rule.layers:
+                    held = _of_layers(held, frozenset(layers(rule)))
                 made[same] = list(held)
             rows.extend(made[same])
     return placed
@@ -177,6 +186,10 @@ def _instances(
         numbers = tuple((name, index) for name, (_, index) in zip(names, values, strict=True))
         at = max((v for v, _ in values), default=stage)
         yield Placed(fill(rule.name, dict(numbers)), shape, pieces, numbers, at)
+
+
+def _of_layers(rows: Iterable[Placed], layers: frozenset[int]) -> Iterator[Placed]:
+    return (row for row in rows if dict(row.numbers)["layer"] in layers)
 
 
 def _too_many(
@@ -368,12 +381,17 @@ def _logical_offset(block: _Block, segments: list[str], scope: Sizes, turns: int
     return (turn * sum(scope[s] for s in segments) + before) // turns + within
 
 
-def logical_shapes(rules: Sequence[Rule], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+def logical_shapes(
+    rules: Sequence[Rule], sizes: Sizes, layers: Layers | None = None
+) -> dict[str, tuple[int, ...]]:
     """Every logical tensor of a model and its shape, in row order, padding excluded."""
     shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         names = placeholders(rule.name)
-        for values in itertools.product(*(range(sizes[n]) for n in names)):
+        ranges = [
+            layers(rule) if layers is not None and n == "layer" else range(sizes[n]) for n in names
+        ]
+        for values in itertools.product(*ranges):
             numbers = dict(zip(names, values, strict=True))
             for part in rule.parts:
                 shape = tuple(sum(sizes[s] for s in dim.split("+")) for dim in part.dims.split())
@@ -383,7 +401,7 @@ def logical_shapes(rules: Sequence[Rule], sizes: Sizes) -> dict[str, tuple[int, 
 
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
     """Every logical tensor of a model on a single rank and its shape, in the model's order."""
-    return logical_shapes(model.family.select(model.flags), model.sizes)
+    return logical_shapes(model.rules(), model.sizes, model.layers_of)
 
 
 def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
@@ -410,10 +428,11 @@ class Placement:
         CheckpointError for a mesh that is not possible, with every row that does not divide.
         """
         assert padded >= model.sizes["vocab"], f"{padded} rows for {model.sizes['vocab']}"
-        rules = tuple(model.family.select(model.flags | mesh_flags(mesh)))
+        rules = tuple(model.rules(mesh_flags(mesh)))
         sizes = {**model.sizes, "padded_vocab": padded}
-        placed = place(rules, sizes, mesh, rounds(layout))
-        return cls(model, mesh, rules, padded, logical_shapes(rules, sizes), placed)
+        placed = place(rules, sizes, mesh, rounds(layout), model.layers_of)
+        shapes = logical_shapes(rules, sizes, model.layers_of)
+        return cls(model, mesh, rules, padded, shapes, placed)
 
     @classmethod
     def written(cls, model: Model, mesh: Mesh, vocab_multiple: int) -> Placement:

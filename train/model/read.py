@@ -141,7 +141,7 @@ def read(model: Model) -> Said:
         )
     traits = _FAMILIES[name]
     hf = _hf_config(model)
-    rows = {rule.name: rule.dims for rule in model.family.select(model.flags)}
+    rows = {rule.name: rule.dims for rule in model.rules()}
     learned = "embedding.position_embeddings.weight" in rows
     said = Said(model, traits, hf, rows, {} if learned else _rope(hf))
     if reasons := list(_inexpressible(said)):

@@ -158,7 +158,7 @@ class Time:
 def shape_of(model: Model, name: str) -> Shape:
     """The sizes of a model that ``ckpt`` has read."""
     s = model.sizes
-    rows = {rule.name: rule.dims for rule in model.family.select(model.flags)}
+    rows = {rule.name: rule.dims for rule in model.rules()}
     f = rows[LAYER + "mlp.linear_fc2.weight"].split()[1]
     drop = model.config.get("resid_pdrop", 0.1 if model.family.name == "gpt2" else 0.0)
     return Shape(

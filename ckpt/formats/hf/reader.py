@@ -19,7 +19,7 @@ from ...errors import CheckpointError, raise_all
 from ...families import is_known
 from ...model.box import full
 from ...model.dtypes import CASTABLE, ITEMSIZE
-from ...model.family import Model
+from ...model.family import Model, with_tensors
 from ...model.file_layout import Entry, Index
 from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
 from ...model.placement import shapes_of
@@ -66,6 +66,7 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
         if behind:
             result.notes.append(f"{index.path}: not copied, no tensors: {', '.join(behind)}")
     if model is not None:
+        result.model = model = with_tensors(model, metas)
         if options.vocab_size is not None:
             _cut_vocabulary(result, chunks, metas, options.vocab_size)
         _check_against(model, metas, path)
@@ -132,7 +133,7 @@ def _cut_vocabulary(
 ) -> None:
     """Rows from ``vocab`` on are padding, as in shards, which keep them; merge drops them."""
     model = result.need_model()
-    rules = model.family.select(model.flags)
+    rules = model.rules()
     padded = {part.fqn for rule in rules if rule.pad for part in rule.parts}
     for fqn in [
         f for f in metas if f in padded and len(metas[f].shape) and metas[f].shape[0] > vocab

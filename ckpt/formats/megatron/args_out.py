@@ -207,7 +207,7 @@ def say_options(args: Mapping[str, object]) -> list[str]:
 
 
 def _stored_names(model: Model) -> set[str]:
-    return {rule.name for rule in model.family.select(model.flags)}
+    return {rule.name for rule in model.rules()}
 
 
 def _tensors_unsaid(model: Model, args: Mapping[str, object]) -> list[str]:

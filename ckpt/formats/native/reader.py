@@ -22,7 +22,7 @@ from ...checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, f
 from ...errors import CheckpointError, raise_all
 from ...model.chunk_builder import ChunkBuilder
 from ...model.dtypes import TO_TORCH
-from ...model.family import Model, build_mesh
+from ...model.family import Model, build_mesh, with_tensors
 from ...model.file_layout import Entry, Index
 from ...model.layout import check_layout
 from ...model.manifest import STATES, Manifest, SideFile
@@ -94,6 +94,7 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     shapes = _mesh_shape(path, names, table)
     check_files(path, names.model, dict(named_axes(shapes)), names.suffix, "model")
     indices = {coord: _rank_index(file) for coord, file in names.model.items()}
+    model = _with_tensors(path, table, model, indices)
     header = _header(path, table, model, indices, shapes, options)
     found = _Reader(path, header, model, names, indices, options).checkpoint()
     filled(found.step, options.iteration, "--iteration", f"{path / CHECKPOINT}: step")
@@ -129,6 +130,19 @@ def _vocab(path: StoragePath, table: Mapping[str, object], options: ReadOptions)
     if said is not None and (type(said) is not int or said <= 0):
         raise CheckpointError(f"{path / CHECKPOINT}: vocab_size is {said!r}")
     return filled(said, options.vocab_size, "--vocab-size", f"{path / CHECKPOINT}: vocab_size")
+
+
+def _with_tensors(
+    path: StoragePath, table: Mapping[str, object], model: Model, indices: Mapping[Coord, Index]
+) -> Model:
+    """The tensors that not all models of the family have: as recorded, else by stored names."""
+    said = table.get("has")
+    if said is None:
+        names = {name for index in indices.values() for name in index.entries}
+        return with_tensors(model, names, stored=True)
+    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
+        raise CheckpointError(f"{path / CHECKPOINT}: has is {said!r:.200}, no list of names")
+    return with_tensors(model, said)
 
 
 def _check_vocab(

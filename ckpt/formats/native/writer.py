@@ -13,6 +13,7 @@ from ...errors import CheckpointError, raise_all
 from ...model.chunk_builder import ChunkBuilder, Span
 from ...model.design import Design, OutFile
 from ...model.dtypes import TO_TORCH
+from ...model.family import has_tensors
 from ...model.file_layout import Spec
 from ...model.layout import default_layout
 from ...model.manifest import STATES, SideFile, TensorMeta
@@ -190,6 +191,7 @@ def checkpoint_json(
         "mesh": dict(mesh_table(target.mesh, target.dp)),
         "pp_layers": list(counts) if in_turn else [list(layers) for layers in owned],
         **({} if layout is None else {"pp_layout": layout}),
+        **({"has": has} if (has := has_tensors(target.model)) is not None else {}),
         "family": target.model.family.name,
         "layout": default_layout(target.model.family),
         "vocab_size": target.model.sizes["vocab"],

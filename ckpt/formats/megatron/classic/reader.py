@@ -20,7 +20,7 @@ from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, 
 from ....errors import CheckpointError, raise_all
 from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import build_mesh
+from ....model.family import build_mesh, with_tensors
 from ....model.file_layout import Entry
 from ....model.layout import check_layout
 from ....model.manifest import Manifest, SideFile
@@ -78,6 +78,8 @@ class _Reader:
         self.model, self.config, notes = megatron_args.model_from_args(
             self.args, self.first.file, options, self.padded, path
         )
+        held = (name for r in ranks.values() for chunk in r.chunks for name, _ in chunk)
+        self.model = with_tensors(self.model, held, stored=True)
         self.here = self._place()
         self.builder = ChunkBuilder(self.here)
         self.result = Checkpoint(path, NAME, Manifest({}, {}), self.model, self.here.mesh)

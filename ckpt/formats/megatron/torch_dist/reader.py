@@ -31,7 +31,7 @@ from ....errors import CheckpointError, raise_all
 from ....model.box import Box
 from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import build_mesh
+from ....model.family import build_mesh, with_tensors
 from ....model.file_layout import Index
 from ....model.layout import check_layout, default_layout
 from ....model.manifest import Chunk, Manifest, SideFile
@@ -103,6 +103,8 @@ class _Reader:
         self.model, self.config, notes = megatron_args.model_from_args(
             self.args, self.common.path, options, self.padded, path
         )
+        held = (_row(self._parts(name)[1], 0) for name in self.listing.tensors)
+        self.model = with_tensors(self.model, held, stored=True)
         true = self.model.sizes["vocab"]
         if self.padded < true:
             raise CheckpointError(

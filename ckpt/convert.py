@@ -18,6 +18,7 @@ from .formats.native.names import NAME as SHARDS
 from .formats.side_files import side_files
 from .formats.writing import WholeFiles, WriteRequest
 from .jobs import Job, Report, RunOptions, check_place, run_job
+from .keywords import take_axes, take_options
 from .model.dtypes import CASTABLE, parse_dtype
 from .model.family import build_mesh
 from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_padding
@@ -25,6 +26,7 @@ from .model.mesh import AXES, Mesh, Stages, named_axes
 from .model.pipeline import interleaved, parse
 from .model.planner import Tolerance, by_category
 from .model.target import Target, main_dtype
+from .move.progress import parse_bytes
 from .move.storage import Where, storage_path
 from .output_name import absolute, default_output
 from .reader import check_replaceable, read_checkpoint
@@ -92,31 +94,35 @@ def reshard(
     to: str | None = None,
     vpp: int | None = None,
     use_distributed_optimizer: bool | None = None,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     from_master: bool = False,
     allow_incomplete_args: bool = False,
     adam: str | None = None,
     pp_layout: str | None = None,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
-    **axes: int | None,
+    **more: object,
 ) -> Report:
     """Write ``source`` in another parallel layout, format or both; returns the report.
 
     ``to`` is shards, megatron, torch_dist or hf. What is None stays as in the source (a Hugging
     Face source is tp 1, pp 1 and becomes shards). ``dp`` splits the optimizer state over that many
     ranks, ``pp_layers`` gives the layers of each stage, ``vpp`` the virtual stages of each stage,
-    ``pp_layout`` both as Megatron-LM's layout string, ``axes`` the ranks of further mesh axes.
+    ``pp_layout`` both as Megatron-LM's layout string.
     ``dtype`` casts the weights.
     ``use_distributed_optimizer`` picks the form of Megatron-LM's optimizer state.
-    ``max_shard_size`` (bytes) and ``from_master`` belong to hf, see `merge`. A model that
+    ``max_shard_size`` (bytes, or "5GB") and ``from_master`` belong to hf, see `merge`. A model that
     Megatron-LM's args cannot describe is refused without ``allow_incomplete_args``. ``adam`` names
     the class that will load Megatron-LM's plain optimizer: fused (Apex's, TransformerEngine's) or
     torch. Default output: ``DIR-tp4-pp2`` or ``DIR-hf`` next to the source. Raises CheckpointError.
+
+    ``more`` are the ranks of further mesh axes, and keywords that mirror the command's options:
+    ``overwrite``, ``resume``, ``dry_run``, ``workers``, ``memory_budget``, ``checksum``,
+    ``replicas``, ``quiet``, ``config``, ``layout``, ``vocab_size``, ``iteration``, ``format``, ...
     """
-    unknown = set(axes) - set(AXES)
-    if unknown:
-        raise TypeError(f"reshard() got unexpected arguments: {', '.join(sorted(unknown))}")
+    axes = take_axes("reshard", more)
+    own = (*AXES, *(reshard.__kwdefaults__ or ()))
+    read, run = take_options("reshard", more, read, run, own=own)
     options = ReshardOptions(
         {"tp": tp, "pp": pp, **axes},
         dp,
@@ -128,13 +134,13 @@ def reshard(
         to,
         vpp,
         use_distributed_optimizer,
-        max_shard_size,
+        parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size,
         from_master,
         allow_incomplete_args,
         adam,
         pp_layout,
     )
-    return _run(source, output, options, read or ReadOptions(), run or RunOptions())
+    return _run(source, output, options, read, run)
 
 
 def _run(
@@ -157,21 +163,24 @@ def merge(
     output: str | Path | None = None,
     *,
     dtype: str | None = None,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     config: Where | None = None,
     from_master: bool = False,
     safe_serialization: bool = True,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
+    **more: object,
 ) -> Report:
     """``reshard`` to a Hugging Face checkpoint; returns the report.
 
     An ``output`` that ends in ``.safetensors`` or ``.bin`` is one file, any other a folder
     with config, tokenizer and all other non-weight files of the source. Default: ``DIR-hf``.
-    ``max_shard_size`` is in bytes (None: one file), ``config`` a folder whose config and
-    tokenizer replace the source's, ``from_master`` exports the optimizer's fp32 masters.
+    ``max_shard_size`` is in bytes or "5GB" (None: one file), ``config`` a folder whose config and
+    tokenizer replace the source's, ``from_master`` exports the optimizer's fp32 masters. ``more``
+    are keywords that mirror the options of the command, as of ``reshard``.
     """
-    read = read or ReadOptions()
+    own = merge.__kwdefaults__ or ()
+    read, run = take_options("merge", more, read, run, own=own)
     return reshard(
         source,
         output,

@@ -21,6 +21,7 @@ from .model.planner import Copy, Plan, Tolerance, chunk_count, plan, resolve
 from .move.kept import kept_fault, mode_of, side_bytes, write_side
 from .move.progress import Progress, human
 from .move.storage import storage_path
+from .screen import Printer, one_screen
 
 if TYPE_CHECKING:
     from .move.executor import Mover
@@ -100,6 +101,19 @@ class Report:
         if not self.dry_run and self.seconds:
             out.append(f"{self.seconds:.2f} s, {human(int(c.written_bytes / self.seconds))}/s")
         return out + self.notes
+
+    def __str__(self) -> str:
+        """The report on one screen."""
+        return one_screen(self.lines())
+
+    def __repr__(self) -> str:
+        verb = "would write" if self.dry_run else "wrote"
+        size = human(sum(n for _, n in self.files))
+        return f"<Report: {verb} {self.output}, {_count(len(self.files), 'file')}, {size}>"
+
+    def _repr_pretty_(self, printer: Printer, cycle: bool) -> None:
+        """What a notebook shows of the last value of a cell."""
+        printer.text(str(self))
 
     @property
     def _replicas_said(self) -> str:

@@ -38,6 +38,9 @@ class LazyArray:
     chunks: Sequence[Chunk]
     storage: Storage = LOCAL  # of the chunks' files
 
+    def __repr__(self) -> str:
+        return f"<LazyArray {self.fqn}: {self.dtype} {list(self.shape)}>"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along each dim."""

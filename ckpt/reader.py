@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from .formats.hf.names import NAME as HF
 from .formats.native.names import CHECKPOINT, NAME
 from .formats.native.reader import is_described
 from .move import file_set
+from .move.progress import human
 from .move.publish import snapshot
 from .move.staging import JOURNAL
 from .move.storage import LOCAL, StoragePath, Where, storage_path, watching
@@ -212,6 +213,20 @@ class OpenCheckpoint(Mapping[str, "LazyArray"]):
     def __len__(self) -> int:
         return len(self.checkpoint.manifest.tensors)
 
+    def __repr__(self) -> str:
+        ckpt = self.checkpoint
+        family = ckpt.model.family.name if ckpt.model else "family unknown"
+        mesh = "".join(f", {axis}={size}" for axis, size in self.mesh.items() if size > 1)
+        step = f", step {self.step}" if self.step is not None else ""
+        size = human(sum(meta.nbytes for meta in ckpt.manifest.tensors.values()))
+        return (
+            f"<OpenCheckpoint {ckpt.path.name}: {self.format}, {family}{mesh}{step}, "
+            f"{len(self)} tensors, {size}>"
+        )
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
 
 def open_checkpoint(
     path: Where,
@@ -221,13 +236,17 @@ def open_checkpoint(
     vocab_size: int | None = None,
     iteration: int | None = None,
     format: str | None = None,
+    trust: Iterable[str] = (),
 ) -> OpenCheckpoint:
     """Open any readable checkpoint.
 
     ``config`` names a folder or file of a Hugging Face config, ``layout`` gives layout tags,
     ``vocab_size`` the real number of vocabulary rows. ``iteration`` picks one checkpoint of a
-    folder that holds several, ``format`` one of two formats in a folder. They only add what the
+    folder that holds several, ``format`` one of two formats in a folder, ``trust`` names fields
+    of ``config`` that count although the checkpoint contradicts them. The others only add what the
     checkpoint does not record. Raises CheckpointError.
     """
-    options = ReadOptions(config, layout or {}, vocab_size, iteration=iteration, format=format)
+    options = ReadOptions(
+        config, layout or {}, vocab_size, iteration=iteration, format=format, trust=frozenset(trust)
+    )
     return OpenCheckpoint(read_checkpoint(path, options))

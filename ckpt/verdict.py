@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .move.progress import human
+from .screen import Printer, one_screen
+
 _NUMBER = re.compile(r"\.(\d{1,9})\.")  # model.layers.3.mlp, transformer.h.3.attn
 _TENSORS = ("values", "missing", "shape", "dtype")  # kinds that are about one tensor
 WORST = 10  # findings that are printed where there are more
@@ -71,6 +74,7 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
     tensors: int = 0  # logical tensors compared
     nbytes: int = 0  # bytes of one side that were compared
+    alone: bool = False  # one checkpoint was checked, not two compared
 
     @property
     def same(self) -> bool:
@@ -110,6 +114,31 @@ class Verdict:
             "none" if layer < 0 else str(layer): _summary(rows)
             for layer, rows in sorted(found.items())
         }
+
+    def summary(self) -> str:
+        """The last line: the verdict, and how much was compared."""
+        size = human(self.nbytes)
+        if self.alone:
+            return f"{'sound' if self.same else 'damaged'}: {self.tensors} tensors, {size}"
+        if self.same:
+            return f"equal: {self.tensors} tensors compared, {size}"
+        others = len(self.findings) - sum(finding.about_tensor for finding in self.findings)
+        more = f" and {others} other differences" if others else ""
+        return (
+            f"different: {self.tensors_differ} tensors differ{more}; "
+            f"{self.tensors} tensors compared, {size}"
+        )
+
+    def __str__(self) -> str:
+        """The verdict on one screen."""
+        return one_screen([*self.lines(), *self.notes, self.summary()])
+
+    def __repr__(self) -> str:
+        return f"<Verdict: {self.summary()}>"
+
+    def _repr_pretty_(self, printer: Printer, cycle: bool) -> None:
+        """What a notebook shows of the last value of a cell."""
+        printer.text(str(self))
 
     def table(self) -> dict[str, object]:
         """The verdict as JSON."""

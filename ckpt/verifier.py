@@ -17,6 +17,7 @@ from .completeness import incomplete_states
 from .errors import CheckpointError
 from .integrity import faults_of, recorded_crcs, recorded_digests, size_faults, used_files
 from .jobs import RunOptions
+from .keywords import take_options
 from .model.box import full, row_major
 from .model.dtypes import CASTABLE
 from .model.manifest import Chunk, Manifest, TensorMeta, View, category_of, is_padding
@@ -40,14 +41,18 @@ def verify(
     read: ReadOptions | None = None,
     read_b: ReadOptions | None = None,
     run: RunOptions | None = None,
+    **more: object,
 ) -> Verdict:
     """Compare two checkpoints of any formats and layouts, or check a single one.
 
     ``read`` is about ``a`` only, ``read_b`` about ``b``: an option for one side must not change how
     the other is read. With a tolerance, dtypes may differ and values are compared
     as ``|a - b| <= atol + rtol * |b|``. Raises CheckpointError where a side cannot be read.
+    ``more`` are keywords that mirror the options of the command; those about a source only where
+    there is one.
     """
-    options = run or RunOptions()
+    own = verify.__kwdefaults__ or ()
+    read, options = take_options("verify", more, read, run, own=own, reading=b is None)
     says = [replace(r or ReadOptions(), weights_only=weights_only) for r in (read, read_b)]
     left = read_checkpoint(a, says[0])
     if b is None:
@@ -289,7 +294,7 @@ def _finding(found: Difference, numel: int) -> Finding:
 
 def _verify_one(ckpt: Checkpoint, weights_only: bool, options: RunOptions) -> Verdict:
     """Check coverage, replicas, and recorded sizes and digests."""
-    verdict = Verdict(notes=list(ckpt.notes))
+    verdict = Verdict(notes=list(ckpt.notes), alone=True)
     if ckpt.headers is not None:
         ckpt.headers()
     manifest = ckpt.manifest

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shardwright.ckpt.verdict import WORST
 
 from . import options
-
-if TYPE_CHECKING:
-    from shardwright.ckpt import Verdict
-
 
 UNREADABLE = 2  # as diff and cmp: a script must not take "cannot read" for "different"
 CODES = "0 the same or sound, 1 different or damaged, 2 cannot be read, or usage"
@@ -77,26 +72,9 @@ def command(argv: Sequence[str], prog: str = "verify-ckpt") -> int:
     for line in verdict.lines(limit):
         options.say(line)
     if not args.quiet:
-        for line in [*verdict.notes, _summary(verdict, args.other is None)]:
+        for line in [*verdict.notes, verdict.summary()]:
             options.say(line)
     return options.DONE if verdict.same else options.REFUSED
-
-
-def _summary(verdict: Verdict, alone: bool) -> str:
-    from shardwright.ckpt.move.progress import human
-
-    size = human(verdict.nbytes)
-    if alone:
-        head = "sound" if verdict.same else "damaged"
-        return f"{head}: {verdict.tensors} tensors, {size}"
-    if verdict.same:
-        return f"equal: {verdict.tensors} tensors compared, {size}"
-    others = len(verdict.findings) - sum(f.about_tensor for f in verdict.findings)
-    more = f" and {others} other differences" if others else ""
-    return (
-        f"different: {verdict.tensors_differ} tensors differ{more}; "
-        f"{verdict.tensors} tensors compared, {size}"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

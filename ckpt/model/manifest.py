@@ -143,6 +143,10 @@ class Manifest:
     state: Mapping[str, object] = field(default_factory=dict)  # JSON: step, schedule, data, ...
     side_files: tuple[SideFile, ...] = ()
 
+    def __repr__(self) -> str:
+        count = sum(map(len, self.chunks.values()))
+        return f"<Manifest: {len(self.tensors)} tensors in {count} chunks>"
+
     def category(self, prefix: str) -> list[str]:
         """The logical names under ``prefix/`` (``""``: the weights)."""
         if prefix:

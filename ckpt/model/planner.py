@@ -89,6 +89,13 @@ class Plan:
     coverage: Coverage
     zeros: list[Chunk] = field(default_factory=list)  # of the target: new padding rows
 
+    def __repr__(self) -> str:
+        c = self.coverage
+        return (
+            f"<Plan: {len(self.copies)} copies of {c.tensors} tensors, {c.written_bytes} bytes, "
+            f"{len(self.replicas)} replicas to compare>"
+        )
+
 
 def plan(
     source: Manifest,

@@ -1,4 +1,4 @@
-"""Progress in bytes: a tqdm bar on a terminal, a plain line now and then elsewhere."""
+"""Progress in bytes: a tqdm bar on a terminal or in a notebook, else a plain line now and then."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ class Progress:
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
-        if not self.quiet and sys.stderr.isatty():
-            from tqdm import tqdm
+        notebook = "ipykernel" in sys.modules
+        if not self.quiet and (notebook or sys.stderr.isatty()):
+            if notebook:
+                from tqdm.auto import tqdm  # a widget; on a terminal it would only load more
+            else:
+                from tqdm import tqdm
 
             self._bar = tqdm(
                 total=self.total,

@@ -143,7 +143,7 @@ def add_reading(made: argparse.ArgumentParser, *, sides: bool = False) -> None:
         _add_source(made.add_argument_group(f"about {side.upper()} of two checkpoints"), side)
 
 
-_READING = ("config", "layout", "vocab_size", "iteration", "format", "trust")
+_READING = ("config", "layout", "vocab_size", "iteration", "format", "trust", "drop_vision")
 
 
 def _add_source(made: argparse._ActionsContainer, side: str) -> None:
@@ -172,6 +172,10 @@ def _add_source(made: argparse._ActionsContainer, side: str) -> None:
         f"--trust{end}", action="append", default=[], metavar="config[:FIELD]",
         help="if the config contradicts Megatron-LM's args: use the config, for one FIELD or for "
         "all (may be repeated)" if not side else f"use the config{of}, not its args",
+    )  # fmt: skip
+    made.add_argument(
+        f"--drop-vision{end}", action="store_true",
+        help=f"leave out vision and audio parts{of}: the language model alone",
     )  # fmt: skip
 
 
@@ -257,7 +261,9 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
     from shardwright.ckpt import CheckpointError, ReadOptions
     from shardwright.ckpt.model.layout import parse_layout
 
-    config, layout, vocab, iteration, kind, trust = (getattr(args, n + side) for n in _READING)
+    config, layout, vocab, iteration, kind, trust, drop_vision = (
+        getattr(args, name + side) for name in _READING
+    )
     folder = Path(os.path.expanduser(config)) if config else None
     for word in trust:
         if word != "config" and not word.startswith("config:"):
@@ -271,6 +277,7 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
         trust=frozenset(trust),
         copy_all=getattr(args, "copy_all", False),
         follow_links=getattr(args, "follow_links", False),
+        drop_vision=drop_vision,
     )
 
 
@@ -281,11 +288,11 @@ def read_options_of_two(
     two."""
     for name in _READING:
         option = "--" + name.replace("_", "-")
-        if two and getattr(args, name) not in (None, []):
+        if two and getattr(args, name) not in (None, [], False):
             made.error(f"{option}: which of the two? use {option}-a or {option}-b")
         if not two:
             for side in ("a", "b"):
-                if getattr(args, f"{name}_{side}") not in (None, []):
+                if getattr(args, f"{name}_{side}") not in (None, [], False):
                     made.error(f"{option}-{side}: there is only one checkpoint; use {option}")
     return (_options_of(args, "_a"), _options_of(args, "_b")) if two else (
         _options_of(args, ""), _options_of(args, "")

@@ -16,6 +16,10 @@ from .function import contradictions, settings
 from .json_io import load_json
 from .types import Checkpoint, ReadOptions
 
+_INNER = ("text_config", "llm_config", "language_config")
+# what a wrapper's config says for the language model in it too, unless that one says it
+_SHARED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "pad_token_id",
+           "bos_token_id", "eos_token_id")  # fmt: skip
 MAX_LAYERS = 10_000  # a config may claim any number, and each layer needs names
 
 
@@ -43,7 +47,7 @@ def check_config(folder: StoragePath, options: ReadOptions) -> list[str]:
         return []
     says = []
     for path in (own, given):
-        config = load_json(path, finite=False)
+        config = language_config(load_json(path, finite=False))
         known = families.is_known(config.get("model_type"))
         says.append(settings(config, load_model(path) if known else None))
     rows = {
@@ -61,6 +65,17 @@ def check_config(folder: StoragePath, options: ReadOptions) -> list[str]:
     return [f"{rows[name]}: --config is taken (--trust)" for name in rows if name in trusted]
 
 
+def language_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The config of the language model: ``config``, or a part of it if that one has a table."""
+    if families.is_known(config.get("model_type")):
+        return config
+    for key in _INNER:
+        inner = config.get(key)
+        if isinstance(inner, dict) and families.is_known(inner.get("model_type")):
+            return {**{key: config[key] for key in _SHARED if key in config}, **inner}
+    return config
+
+
 def load_model(path: Where, vocab_size: int | None = None) -> Model:
     """The family, sizes and flags that a config.json describes.
 
@@ -71,6 +86,7 @@ def load_model(path: Where, vocab_size: int | None = None) -> Model:
 
 def model_from(config: Mapping[str, object], path: str, vocab_size: int | None = None) -> Model:
     """The same for a config in memory; ``path`` names it in messages."""
+    config = language_config(config)
     if config.get("quantization_config") is not None:
         raise CheckpointError(
             f"{path}: the weights are quantized (quantization_config); dequantize them first, "

@@ -35,6 +35,7 @@ class ReadOptions:
     trust: frozenset[str] = frozenset()
     copy_all: bool = False  # also copy training state and other weights
     follow_links: bool = False  # also copy side files that are links out
+    drop_vision: bool = False  # take the language model of a model that also sees or hears
 
 
 def filled(recorded: Value | None, given: Value | None, option: str, origin: str) -> Value | None:

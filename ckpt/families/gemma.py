@@ -92,7 +92,11 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     name="gemma3",
     model_types=("gemma3_text",),
-    sizes={**GEMMA2.sizes, "g": "num_key_value_heads|4"},
+    # files on the hub leave out what is the config class's default
+    sizes={
+        **GEMMA2.sizes, "n": "num_attention_heads|8", "g": "num_key_value_heads|4",
+        "vocab": "vocab_size|262208",
+    },
     flags=_FLAGS,
     rules=(
         *GEMMA2.rules[:-3],

@@ -7,11 +7,12 @@ model, a bare file) tensors are copied as they are.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...checkpoint.config import check_config, find_config, load_model
+from ...checkpoint.config import check_config, find_config, language_config, load_model
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
 from ...checkpoint.types import Checkpoint, FileSummary, ReadOptions
 from ...containers.tensor_names import no_tensors
@@ -21,10 +22,12 @@ from ...model.box import full
 from ...model.dtypes import CASTABLE, ITEMSIZE
 from ...model.family import Model, with_tensors
 from ...model.file_layout import Entry, Index
-from ...model.manifest import PADDING, Chunk, Chunks, Manifest, TensorMeta, View
+from ...model.manifest import PADDING, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
 from ...model.placement import shapes_of
+from ...move.progress import human
 from ...move.storage import StoragePath
 from ..side_files import left_behind, resolve, side_files
+from . import wrapped
 from .names import INDEX, NAME, SINGLE, SPLIT, container_of
 
 
@@ -47,6 +50,10 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     indices = list(_indices(path))
     _check_plain(config, indices)
     model = _model(config, options)
+    beside = wrapped.towers(entry for index in indices for entry in index.entries.values())
+    inside = config is not None and _is_wrapper(config)
+    if beside and inside and not options.drop_vision:
+        model = None
     result = Checkpoint(path, NAME, Manifest({}, {}), model)
     result.notes += trusted
     if config is None:
@@ -54,13 +61,15 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
             f"{path}: no config.json, so names and shapes are not checked (--config HF_DIR)"
         )
     if model is None and config is not None:
-        result.unknown_model = _unknown_model(config)
-        result.notes.append(f"{config}: no family table for this model; tensors pass as they are")
+        result.unknown_model = _unknown_model(config, beside)
+        why = "parts beside the language model" if inside else "no family table for this model"
+        result.notes.append(f"{config}: {why}; tensors pass as they are")
     chunks = Chunks()
     metas: dict[str, TensorMeta] = {}
+    prefix = _prefix(result, indices)
     for index in indices:
         for entry in index.entries.values():
-            _add(result, chunks, metas, index.path, entry)
+            _add(result, chunks, metas, index.path, entry, prefix, drop=options.drop_vision)
         result.files.append(FileSummary(index.path, "", index.size_bytes, len(index.entries)))
         behind = no_tensors(index.extra)
         if behind:
@@ -71,6 +80,8 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
             _cut_vocabulary(result, chunks, metas, options.vocab_size)
         _check_against(model, metas, path)
     sides = side_files(folder, options) if path.is_dir() else ()
+    if inside and model is not None:
+        sides = _own_config(sides, model)
     read = [file.path for file in result.files]
     result.notes += left_behind(folder, options, read) if path.is_dir() else []
     result.manifest = Manifest(metas, chunks.by_name, {}, sides)
@@ -100,18 +111,27 @@ def _add(
     metas: dict[str, TensorMeta],
     path: str,
     entry: Entry,
+    prefix: tuple[str, str],
+    *,
+    drop: bool,
 ) -> None:
     """One tensor of a file as a chunk, under its logical name."""
     fqn = entry.name
     if result.model is not None:
         family = result.model.family
+        if drop and (tower := wrapped.tower_of(fqn)):
+            nbytes = math.prod(entry.shape) * ITEMSIZE[entry.dtype]
+            result.left_out.append((f"{tower}: not of the language model (--drop-vision)", nbytes))
+            return
+        if fqn.startswith(prefix[0]):
+            fqn = prefix[1] + fqn[len(prefix[0]) :]
         reason = next((r for p, r in family.ignore.items() if re.fullmatch(p, fqn)), None)
         if reason is not None:
             nbytes = math.prod(entry.shape) * ITEMSIZE[entry.dtype]
             result.left_out.append((reason, nbytes))
             return
-        prefix = next((p for p in family.prefixes if fqn.startswith(p)), "")
-        fqn = family.prefixes.get(prefix, "") + fqn[len(prefix) :]
+        short = next((p for p in family.prefixes if fqn.startswith(p)), "")
+        fqn = family.prefixes.get(short, "") + fqn[len(short) :]
         if "tie_word_embeddings" in result.model.flags and fqn in family.tied_names:
             result.tied.append(fqn)
             fqn = family.tied_names[fqn]
@@ -226,18 +246,47 @@ def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
     """The model of the config; None if there is no table for it."""
     if config is None:
         return None
-    kind = load_json(config, finite=False).get("model_type")
+    kind = language_config(load_json(config, finite=False)).get("model_type")
     known = not isinstance(kind, str) or is_known(kind)
     return load_model(config, options.vocab_size) if known and kind is not None else None
 
 
-def _unknown_model(config: StoragePath) -> str:
+def _unknown_model(config: StoragePath, beside: Sequence[wrapped.Tower]) -> str:
     """The error of a job that must know how a model is packed."""
     try:
         load_model(config)
     except CheckpointError as error:
         return str(error)
-    return ""
+    parts = ", ".join(f"{t.name} ({t.tensors} tensors, {human(t.nbytes)})" for t in beside)
+    return (
+        f"{config}: the model has parts beside its language model, which no table describes: "
+        f"{parts}; --drop-vision leaves them out and takes the language model alone"
+    )
+
+
+def _prefix(result: Checkpoint, indices: Sequence[Index]) -> tuple[str, str]:
+    """The prefix of a wrapped language model's names, and what stands for it; a note says so."""
+    if result.model is None:
+        return "", ""
+    names = [name for index in indices for name in index.entries]
+    prefix, alone = wrapped.prefix_of(names, shapes_of(result.model))
+    if prefix:
+        result.notes.append(f"{result.path}: the language model's names without {prefix!r}")
+    return prefix, alone
+
+
+def _is_wrapper(config: StoragePath) -> bool:
+    """Whether the config is that of a model around a language model that has a table."""
+    table = load_json(config, finite=False)
+    return language_config(table) is not table
+
+
+def _own_config(sides: tuple[SideFile, ...], model: Model) -> tuple[SideFile, ...]:
+    """The side files, with the language model's config in place of its wrapper's."""
+    text = json.dumps(model.config, indent=2) + "\n"
+    return tuple(
+        SideFile(side.name, text=text) if side.name == "config.json" else side for side in sides
+    )
 
 
 def _indices(path: StoragePath) -> Iterator[Index]:

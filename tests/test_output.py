@@ -341,24 +341,6 @@ def test_an_output_of_many_folders_inside_each_other_is_published_and_replaced(h
 # --- what the trainer needs -------------------------------------------------------------------
 
 
-def test_what_this_tool_did_not_make_is_carried_over(home):
-    """E1: a user's files in a folder that a checkpoint is saved to."""
-    out = home / "out"
-    (out / "sub").mkdir(parents=True)
-    (out / "file").write_text("old")
-    (out / "old-rank").write_text("old")
-    (out / "sub/notes.txt").write_text("mine")
-    (out / "link").symlink_to("/nowhere")
-    with OutputTransaction(out, overwrite=True) as transaction:
-        fill(transaction)
-        transaction.carry_over(lambda name: name in ("file", "old-rank"))
-        transaction.publish()
-    assert (out / "file").read_text() == "new"
-    assert (out / "sub/notes.txt").read_text() == "mine"
-    assert os.readlink(out / "link") == "/nowhere"
-    assert names(out) == ["file", "link", "sub"]
-
-
 def test_several_processes_write_into_one_stage(home):
     transaction = OutputTransaction(home / "out")
     transaction.open()

@@ -23,7 +23,7 @@ from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View
 from shardwright.ckpt.model.planner import plan
 from shardwright.ckpt.move.progress import parse_bytes
 from shardwright.ckpt.move.publish import OutputTransaction
-from shardwright.train.checkpoint import save
+from shardwright.train.checkpoint import retention, save
 from shardwright.train.config import questions
 from shardwright.train.config.schema import BatchSizes, Parallelism, TrainConfig
 from shardwright.train.doctor import memory, pipeline
@@ -166,6 +166,10 @@ def _saver(**options: object) -> save.Saver:
     return save.Saver(SimpleNamespace(named={"w": weight}), **options)  # type: ignore[arg-type]
 
 
+def _prune(saver: save.Saver, newest: Path) -> None:
+    saver._prune(retention.Numbered(newest.parent, save.NUMBERED), newest)
+
+
 def _checkpoints(folder: Path, *steps: int) -> list[Path]:
     made = [folder / f"checkpoint-{step}" for step in steps]
     for path in made:
@@ -182,10 +186,10 @@ def test_a_checkpoint_that_is_being_deleted_is_not_to_be_seen(tmp_path, monkeypa
     newest = _checkpoints(tmp_path, 1, 2, 3)[-1]
     saver = _saver(keep_last=1)
     with monkeypatch.context() as patch:
-        patch.setattr(save.tree, "remove", lambda path: None)  # it is killed there
-        saver._prune(newest)
+        patch.setattr(retention.tree, "remove", lambda path: None)  # it is killed there
+        _prune(saver, newest)
     assert _steps(tmp_path) == [3]
-    saver._prune(newest)
+    _prune(saver, newest)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
@@ -206,7 +210,7 @@ def test_what_a_killed_run_left_of_other_steps_goes_with_the_next_save(tmp_path)
     mine.mkdir()
     with OutputTransaction(tmp_path / "checkpoint-6"):  # another run is at work
         (newest,) = _checkpoints(tmp_path, 4)
-        _saver()._prune(newest)
+        _prune(_saver(), newest)
         assert (tmp_path / ".checkpoint-6.partial").is_dir()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         ".checkpoint-8.partial", ".checkpoint-8.partial.lock", mine.name, "checkpoint-4",
@@ -215,7 +219,7 @@ def test_what_a_killed_run_left_of_other_steps_goes_with_the_next_save(tmp_path)
 
 def test_a_run_that_went_back_keeps_the_last_of_its_own_and_later_ones_of_before(tmp_path):
     newest = _checkpoints(tmp_path, 2, 4, 6, 8)[1]
-    _saver(keep_last=1)._prune(newest)
+    _prune(_saver(keep_last=1), newest)
     assert _steps(tmp_path) == [4, 6, 8]
 
 
@@ -225,7 +229,7 @@ def test_replaced_checkpoints_go_after_the_first_save_and_others_stay(tmp_path):
     saver = _saver(replaced=old)
     assert _steps(tmp_path) == [5, 9]
     (newest,) = _checkpoints(tmp_path, 1)
-    saver._prune(newest)
+    _prune(saver, newest)
     assert _steps(tmp_path) == [1]
     assert (tmp_path / "notes").read_text() == "mine"
 
@@ -276,6 +280,13 @@ def saved_in_order(folder: str) -> list[str]:
     again = Path(folder) / "checkpoint-1"
     for name in ("notes.txt", "optimizer_tp_7_pp_0.safetensors"):
         (again / name).write_text("x")
+    try:
+        saver.save(again, 2, {"data": {"best": math.inf}}, sides)
+    except TrainError as error:
+        seen.append(str(error))
+    said = json.loads((again / "checkpoint.json").read_text())
+    said["files"]["optimizer_tp_7_pp_0.safetensors"] = {"size": 1}  # of another layout
+    (again / "checkpoint.json").write_text(json.dumps(said))
     saver.save(again, 2, {"data": {"best": math.inf}}, sides)
     saver.wait()
     return seen
@@ -290,17 +301,20 @@ def test_everything_is_on_the_disk_before_latest_names_it(tmp_path):
     for name in files:
         assert f"sync {name}" in seen[:published], name
     assert published < seen.index("sync .latest.partial") < pointed
-    assert seen[-1] == f"sync {tmp_path.name}"
+    assert seen[-2] == f"sync {tmp_path.name}"
     assert not list(tmp_path.glob(".*partial"))
 
 
-def test_a_save_into_a_folder_keeps_what_is_the_users_and_no_rank_file_of_before(tmp_path):
-    launch("test_train_safety:saved_in_order", 1, tmp_path / "r", str(tmp_path))
+def test_a_save_into_a_folder_keeps_what_is_the_users_and_replaces_the_set_of_before(tmp_path):
+    (seen,) = launch("test_train_safety:saved_in_order", 1, tmp_path / "r", str(tmp_path))
+    assert "optimizer_tp_7_pp_0.safetensors, which the checkpoint there did not write" in seen[-1]
     made = tmp_path / "checkpoint-1"
     assert (made / "notes.txt").read_text() == "x"
     assert not (made / "optimizer_tp_7_pp_0.safetensors").exists()
     said = json.loads((made / "checkpoint.json").read_text())
     assert (said["step"], said["state_version"]) == (2, 1)
+    assert said["side_files"] == ["config.json"]
+    assert not list(made.glob(".*"))
     assert said["data"] == {"best": {"float": "inf"}}
 
 

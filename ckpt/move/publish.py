@@ -182,24 +182,6 @@ class OutputTransaction:
             self.lock.check()
             self.staging.append(text)
 
-    def carry_over(self, is_made: Callable[[str], bool]) -> None:
-        """Keep the files of the old output that this tool did not make.
-
-        ``is_made`` gets each file's path below the output. Files are linked, so both outputs have
-        them until the old one is removed. A file of the same path in the staging folder wins. Call
-        it when the staging folder is complete, before `publish`.
-        """
-        if not self.output.is_dir():
-            return
-        with told(self.output):
-            for folder, names in tree.walk(self.output):
-                below = folder.relative_to(self.output)
-                kept = [name for name in names if not is_made((below / name).as_posix())]
-                if kept:
-                    tree.make(self.path / below)
-                for name in kept:
-                    tree.link(folder / name, self.path / below / name)
-
     def publish(self) -> None:
         """Sync every file and folder, then rename into place."""
         with told(self.path):

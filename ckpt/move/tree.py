@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
-
-_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -78,21 +75,6 @@ def empty(root: Path, keep: str = "") -> None:
         os.rmdir(folder)
     if keep and os.path.lexists(root / keep):
         os.unlink(root / keep)
-
-
-def link(path: Path, to: Path) -> None:
-    """Link a file or link to a second name; copy it if the file system has no hard links.
-
-    An existing target is kept.
-    """
-    with contextlib.suppress(FileExistsError):
-        try:
-            os.link(path, to, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            if not os.path.lexists(to):
-                shutil.copy2(path, to, follow_symlinks=False)
 
 
 def sync(path: Path) -> None:

@@ -76,7 +76,7 @@ def load(
     states = {category_of(fqn) for fqn in ckpt.manifest.tensors} - {""}
     with_optimizer = bool(states) and not weights_only and held.optimizer is not None
     if with_optimizer and held.optimizer is not None:
-        held.optimizer.init_state()
+        held.optimizer.init_state(to_load=bool(states - {"master"}))
     known = {category_of(fqn) for fqn in source.tensors}
     moments = held.moments()
     kinds = {h.live.state for h in moments}

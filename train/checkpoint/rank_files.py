@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from shardwright.ckpt.containers import safetensors
 from shardwright.ckpt.formats.native import names as shard_names
@@ -39,6 +40,7 @@ class RankSnapshot:
 
     held: RankState
     folder: Path  # where the files go
+    suffix: str  # of the files of logical tensors: "safetensors" or "bin"
     parts: tuple[_Part, ...]  # weights, optimizer state
     random: _Random
 
@@ -63,34 +65,56 @@ class _Random:
 
 
 def snapshot(
-    held: RankState, folder: Path, step: int, memory: HostMemory | None, weights_only: bool
+    held: RankState,
+    folder: Path,
+    step: int,
+    memory: HostMemory | None,
+    *,
+    weights_only: bool = False,
+    safe: bool = True,
 ) -> RankSnapshot:
-    """Copy to host memory what this rank saves: what it owns, and its optimizer share."""
+    """Copy to host memory what this rank saves: what it owns, and its optimizer share.
+
+    Files of logical tensors are safetensors, or with ``safe`` False ``.bin`` files that
+    ``torch.load`` reads. Every rank calls it.
+    """
     target, parts = held.target(step), []
+    suffix = "safetensors" if safe else "bin"
     if held.saves(held.named):
-        parts.append(_part(held.coord, "model", held.weights(), target, memory))
+        parts.append(_part((held.coord, "model", suffix), held.weights(), target, memory))
     if held.optimizer is not None:
         held.optimizer.init_state()  # before the first step too: a state that can be loaded
     moments = [] if weights_only else held.moments()
-    if moments and (held.sharded or held.saves(held.named)):
+    # a rank that trains nothing writes an empty file: every file of a mesh is there, or none
+    if _on_any_rank(bool(moments), held) and (held.sharded or held.saves(held.named)):
         coord = (*held.coord, ("dp", held.dp_rank)) if held.sharded else held.coord
-        parts.append(_part(coord, "optimizer", moments, target, memory))
+        parts.append(_part((coord, "optimizer", suffix), moments, target, memory))
     tensors, meta = rng.capture()
     random = _Random(
         f"random_states_{held.rank}.safetensors", meta, {k: t.clone() for k, t in tensors.items()}
     )
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
-    return RankSnapshot(held, folder, tuple(parts), random)
+    return RankSnapshot(held, folder, suffix, tuple(parts), random)
+
+
+def _on_any_rank(value: bool, held: RankState) -> bool:
+    if not dist.is_initialized():
+        return value
+    box = torch.tensor([int(value)])
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=held.control)
+    return bool(box.item())
 
 
 def _part(
-    coord: Coord, kind: str, tensors: Sequence[Held], target: Target, memory: HostMemory | None
+    of: tuple[Coord, str, str], tensors: Sequence[Held], target: Target, memory: HostMemory | None
 ) -> _Part:
+    """``of`` is the file's place in the mesh, its kind and its suffix."""
+    coord, kind, suffix = of
     meta = shards_out.rank_metadata(target, coord)
     if "dp" in dict(coord):
         meta["ranges"] = json.dumps({h.live.key: _range(h.live) for h in tensors})
-    name = shard_names.file_name(kind, coord, "safetensors")
+    name = shard_names.file_name(kind, coord, suffix)
     copies = tuple(to_host(h.tensor, memory) for h in tensors)
     return _Part(name, meta, tuple(h.live for h in tensors), copies)
 
@@ -119,6 +143,8 @@ def write_files(made: RankSnapshot) -> list[tuple[str, int, str]]:
 
     def finish(mover: Mover) -> None:
         _write_random(made, mover.files)
+        for file in design.files:
+            _seal(file, mover)
         mover.files.sync()
         for file in design.files:
             mark = files.digest(file.path, mover.files)
@@ -128,12 +154,19 @@ def write_files(made: RankSnapshot) -> list[tuple[str, int, str]]:
     return found
 
 
+def _seal(file: OutFile, mover: Mover) -> None:
+    """Fill in the CRC-32s of a ``.bin`` file; one may cover the slots of those that end before."""
+    scratch = memoryview(bytearray(files.SCRATCH_BYTES))
+    for part in sorted(file.layout.checksums, key=lambda c: c.offset_bytes + c.length_bytes):
+        files.seal(file.path, part, mover.files, scratch, mover.stop)
+
+
 def _design(made: RankSnapshot) -> Design:
     """The files, and where each logical tensor's boxes lie in them."""
     builder, out = ChunkBuilder(made.held.placement), []
     for part in made.parts:
         specs = [Spec(t.key, t.dtype, t.shape) for t in part.tensors]
-        layout = safetensors.layout(specs, part.metadata)
+        layout = shard_names.container(made.suffix).layout(specs, part.metadata)
         path = str(made.folder / part.name)
         out.append(OutFile(path, layout))
         for tensor in part.tensors:

@@ -152,15 +152,19 @@ class OptimizerView:
         chained = getattr(made, "chained_optimizers", None)
         self.parts = list(chained) if chained is not None else [made]
 
-    def init_state(self) -> None:
-        """Create zero moments where no step has made them yet, so that there is a place to load."""
+    def init_state(self, *, to_load: bool = False) -> None:
+        """Create zero moments where no step has made them yet, if that changes no step.
+
+        SGD with dampening has no buffer before its first step, and a zero one would change that
+        step. With ``to_load`` it gets one all the same, which a checkpoint is to fill.
+        """
         for part in self.parts:
             inner = part.optimizer
             if inner is None:
                 continue
             for group in inner.param_groups:
                 for param in group["params"]:
-                    _fill_state(inner, group, param)
+                    _fill_state(inner, group, param, to_load=to_load)
 
     def slots(self, param: torch.nn.Parameter) -> Iterator[Slot]:
         """The states of a model parameter that this rank holds; none for a frozen one."""
@@ -216,7 +220,7 @@ class OptimizerView:
 
 
 def _fill_state(
-    inner: torch.optim.Optimizer, group: Mapping[str, Any], param: torch.Tensor
+    inner: torch.optim.Optimizer, group: Mapping[str, Any], param: torch.Tensor, *, to_load: bool
 ) -> None:
     """What torch's optimizers create in their first step."""
     state = inner.state[param]
@@ -228,6 +232,8 @@ def _fill_state(
     elif group.get("momentum", 0.0) and state.get("momentum_buffer") is None:
         # torch's SGD begins its buffer with the first gradient, not with zeros: a zero buffer
         # gives the same sum unless dampening is used.
+        if group.get("dampening", 0.0) and not to_load:
+            return
         state["momentum_buffer"] = torch.zeros_like(param.data)
 
 

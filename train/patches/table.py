@@ -97,6 +97,8 @@ REPLACED = (
 )
 
 RELIED_ON = (
+    Names("torch.distributed.distributed_c10d", "_get_default_store",
+          "ranks leave notes for each other that wait for nobody"),
     Names("torch._C", "DisableTorchFunction", "collectives that go past the mode of cpu.py"),
     Names("torch._dynamo.config", "disable", "no compilation on CPU, once dynamo is imported"),
     Names("torch.overrides", "TorchFunctionMode.__torch_function__", "overridden by cpu.py",

@@ -23,6 +23,7 @@ from ...model.placement import Placed, Placement, padded_vocab
 from ...model.target import Target, main_dtype
 from ..writing import StoredDtypes, WriteRequest, Written
 from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table, shards_of
+from .owned import SIDES
 
 TO = NAME
 TAKES = frozenset({"--pp-layers", "--pp-layout", "--vpp", "--safe-serialization"})
@@ -175,9 +176,11 @@ def checkpoint_json(
     padded: int,
     dtype: str,
     files: Mapping[str, tuple[int, str]],
+    sides: Sequence[str] = (),
 ) -> str:
     """The text of checkpoint.json; ``files`` maps names to size and digest ("" if not asked).
 
+    ``sides`` are the files beside them that the next save into the folder may replace.
     Raises CheckpointError where ``state`` holds a value that JSON does not have.
     """
     owned = target.mesh.owned["pp"]
@@ -202,6 +205,7 @@ def checkpoint_json(
             name: {"size": size, **({"xxh3_128": digest} if digest else {})}
             for name, (size, digest) in sorted(files.items())
         },
+        **({SIDES: sorted(sides)} if sides else {}),
         **({"state_version": STATE_VERSION} if set(state) - {"step"} else {}),
         **{key: value for key, value in state.items() if key != "step"},
     }

@@ -85,7 +85,7 @@ def stored(
 ) -> Ranks:
     """Every rank's tensors of the model that ``hf`` holds under its disk names.
 
-    ``padding`` holds trained rows after the true ones; further rows are zero, rows too many are
+    ``padding`` holds trained rows after the real ones; further rows are zero, rows too many are
     dropped. A tensor whose parts are absent from ``hf`` is left out, as optimizer states may be.
     """
     gpt2 = config["model_type"] == "gpt2"

@@ -21,7 +21,7 @@ from train_runs import Launch, Run, command, in_ranks, make_place
 
 from shardwright.tools import train_ckpt
 from shardwright.train.doctor import doctor
-from shardwright.train.errors import LOST_A_RANK, WAITED_IN_VAIN
+from shardwright.train.errors import LOST_A_RANK, WAITED_TOO_LONG
 from shardwright.train.run import agent, launch
 
 SHORT = {"save_dir": None, "save_interval": None}
@@ -87,12 +87,12 @@ def test_a_first_stage_without_memory_names_smaller_micro_batches_and_fewer_laye
         first["said"],
         "error: step 3: rank 0 (stage 1 of 2) is out of memory in the forward and backward",
         "4194304.00 GiB more asked for; micro-batch 2 x 2, sequences of 16",
-        "more, smaller micro-batches: --micro-batch-size 1 in place of 2",
+        "more, smaller micro-batches: --micro-batch-size 1 instead of 2",
         "the first of 2 stages holds 2 at a time",
-        "--pp-layers 1,3 in place of 2,2",
+        "--pp-layers 1,3 instead of 2,2",
         "--recompute full",
     )
-    assert other["code"] in (LOST_A_RANK, WAITED_IN_VAIN)
+    assert other["code"] in (LOST_A_RANK, WAITED_TOO_LONG)
     assert "out of memory" not in other["said"]
 
 
@@ -114,7 +114,7 @@ def test_a_heavy_last_stage_is_named_with_a_split_that_gives_it_fewer_layers(end
     (stages,) = re.findall(r"seconds of computing per stage: ([\d.e-]+), ([\d.e-]+)", said)
     assert float(stages[1]) == 2 * float(stages[0]), "4 layers; 4 layers and an output layer of 4"
     assert "stage 2 makes the others wait" in said
-    (split,) = re.findall(r"--pp-layers (\d),(\d) in place of 4,4", said)
+    (split,) = re.findall(r"--pp-layers (\d),(\d) instead of 4,4", said)
     assert int(split[0]) > 4
     assert int(split[0]) + int(split[1]) == 8
     assert "more micro-batches" not in said, "16 of them leave a bubble of 6 %"
@@ -122,7 +122,7 @@ def test_a_heavy_last_stage_is_named_with_a_split_that_gives_it_fewer_layers(end
 
 def test_a_split_that_weighs_the_output_layer_is_not_complained_of(ended):
     said = _said(ended, "a split")
-    assert re.search(r"--pp-layers (6,2|5,3) in place of 4,4: the output layer costs [2-5]", said)
+    assert re.search(r"--pp-layers (6,2|5,3) instead of 4,4: the output layer costs [2-5]", said)
     assert "makes the others wait" not in _said(ended, "a better split")
 
 
@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_finite_is_answered_with_rate_warmup_and_clipping(end
 
 @pytest.mark.parametrize(
     ("vocab", "level", "fix"),
-    [(259, "warning", "make_vocab_size_divisible_by=64"), (50257, "note", "padded rows never")],
+    [(259, "warning", "make_vocab_size_divisible_by=64"), (50257, "note", "padding rows never")],
 )
 def test_the_doctor_says_how_a_vocabulary_is_padded(vocab, level, fix, tmp_path, capsys):
     place = make_place(tmp_path)
@@ -235,22 +235,22 @@ def test_the_doctor_says_how_a_vocabulary_is_padded(vocab, level, fix, tmp_path,
 
 def test_ranks_that_wait_in_vain_say_where_and_how_long_and_what_to_do(ended):
     waited, away = ended["a rank stays away"]
-    assert waited["code"] == WAITED_IN_VAIN
+    assert waited["code"] == WAITED_TOO_LONG
     assert not _lacking(
         waited["said"], "rank 0: step 4, forward and backward: waited 5 s for another rank",
         "look for the first error above", "py-spy dump", "--timeout-minutes 30",
         "NCCL_DEBUG=INFO", "GLOO_SOCKET_IFNAME",
     )  # fmt: skip
-    assert away["code"] in (LOST_A_RANK, WAITED_IN_VAIN)
+    assert away["code"] in (LOST_A_RANK, WAITED_TOO_LONG)
 
 
 def test_a_rank_that_did_not_come_is_no_rank_that_was_killed_from_outside():
-    late, gone = WAITED_IN_VAIN, LOST_A_RANK
+    late, gone = WAITED_TOO_LONG, LOST_A_RANK
     assert agent._cause({0: late, 1: -9, 2: late}) == (0, late)
     assert agent._missing({0: late, 1: -9, 2: late}).startswith(
-        "ranks 0, 2 waited in vain for rank 1, which did not answer"
+        "ranks 0, 2 waited too long for rank 1, which did not answer"
     )
-    assert agent._missing({4: late}) == "rank 4 waited in vain for another rank"
+    assert agent._missing({4: late}) == "rank 4 waited too long for another rank"
     assert agent._cause({0: gone, 1: -9}) == (1, -9)
     assert agent._cause({0: late, 1: 1, 2: -15}) == (1, 1), "it failed while others waited"
 
@@ -272,7 +272,7 @@ def test_machines_that_do_not_meet_end_with_one_line(rank):
         )  # fmt: skip
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert not _lacking(line, "error: the machines did not meet", "imed out after",
+    assert not _lacking(line, "error: the machines did not find each other", "imed out after",
                         "--main-process-ip", "no firewall")  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def test_a_launch_names_the_rank_that_stayed_away(tmp_path, monkeypatch):
     options = {**SHORT, "tp": 2, "pp": 2}
     ended = Launch(Run("away", options=options, fault="stays away"), place).end()
     assert ended.code == 1
-    assert "ranks 0, 2, 3 waited in vain for rank 1, which did not answer" in ended.errors[0]
+    assert "ranks 0, 2, 3 waited too long for rank 1, which did not answer" in ended.errors[0]
     assert ended.said.count("py-spy dump") == 1, "the launcher says it once"
     assert "host memory" not in ended.said
     assert "Traceback" not in ended.said

@@ -16,7 +16,7 @@ from shardwright.train.doctor import findings as advice
 from shardwright.train.doctor import layout, links, lost_ranks, measured, pipeline, topology
 from shardwright.train.doctor import memory as device_memory
 from shardwright.train.doctor.nvidia_smi import parse_gpus
-from shardwright.train.errors import LOST_A_RANK, WAITED_IN_VAIN, TrainError
+from shardwright.train.errors import LOST_A_RANK, WAITED_TOO_LONG, TrainError
 from shardwright.train.planning import pipeline as pipeline_arithmetic
 
 RECORDED = Path(__file__).parent / "topologies"
@@ -147,7 +147,7 @@ def test_what_a_collectives_error_means_is_told_by_its_words() -> None:
     nccl = lost_ranks.lost(RuntimeError("Watchdog caught collective operation timeout: x"), 10)
     assert str(nccl).startswith("waited 10 minutes for another rank")
     gone = lost_ranks.lost(RuntimeError("Connection closed by peer [10.0.0.1]:5"), 10)
-    assert (late.code, nccl.code, gone.code) == (WAITED_IN_VAIN, WAITED_IN_VAIN, LOST_A_RANK)
+    assert (late.code, nccl.code, gone.code) == (WAITED_TOO_LONG, WAITED_TOO_LONG, LOST_A_RANK)
     assert lost_ranks.lost(RuntimeError("shapes differ"), 10) is None
 
 
@@ -165,14 +165,12 @@ def test_a_rank_alone_is_slow_by_itself() -> None:
 
 def test_a_smaller_micro_batch_divides_the_one_that_is() -> None:
     config = TrainConfig(batch=BatchSizes(5, 2), parallelism=Parallelism(pp=2))
-    assert any(
-        "--micro-batch-size 1 in place of 5" in x for x in device_memory.memory_fixes(config)
-    )
+    assert any("--micro-batch-size 1 instead of 5" in x for x in device_memory.memory_fixes(config))
     assert any("--micro-batch-size 1 at the same" in x for x in pipeline.bubble(config, 4).fixes)
 
 
 @pytest.mark.parametrize(("seconds", "says"), [
-    ((2.0, 1.0), "--pp-layers 3,5 in place of 4,4"), ((1.24, 1.0), ""), ((1.0, 1.24), ""),
+    ((2.0, 1.0), "--pp-layers 3,5 instead of 4,4"), ((1.24, 1.0), ""), ((1.0, 1.24), ""),
 ])  # fmt: skip
 def test_layers_move_only_where_that_gains(seconds: tuple[float, ...], says: str) -> None:
     config = TrainConfig(parallelism=Parallelism(pp=2), batch=BatchSizes(1, 64), world_size=2)

@@ -165,8 +165,8 @@ def _no_gradient(script: Script) -> None:
 REFUSED: Mapping[str, tuple[Callable[[Script], None], str]] = {
     "after the step": (
         _after_the_step,
-        "a forward in train mode, and the gradients before it are used by the optimizer's step "
-        "already; call zero_grad() first",
+        "a forward pass in train mode, but the gradients before it are used by the optimizer's "
+        "step already; call zero_grad() first",
     ),
     "after clipping": (_after_clipping, "the gradients before it are clipped already"),
     "a loss of no_grad": (_no_gradient, "backward: the loss has no gradients"),

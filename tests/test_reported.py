@@ -287,7 +287,7 @@ def test_a_run_goes_on_from_a_distributed_optimizer_of_megatron(
 
 
 def test_a_script_loads_what_megatron_saved_into_its_own_model(golden: Path, runs: Runs) -> None:
-    """Args count the padded rows of the vocabulary; the script's model knows the true ones."""
+    """Args count the padded rows of the vocabulary; the script's model knows the real ones."""
     source = golden / f"{LLAMA}_torch_dist"
     reshard(source, runs / "script-wanted", to="megatron", tp=2, pp=1, run=QUIET)
     weights = megatron_weights(runs / "script-wanted")

@@ -585,9 +585,9 @@ def test_virtual_stages_go_round():
     [
         ({"tp": 0}, "tp=0: must be at least 1"),
         ({"sequence_parallel": True}, "tp is 1"),
-        ({"pp": 2, "pp_layers": (1, 2, 3)}, "3 stages are named (1,2,3), and pp is 2"),
+        ({"pp": 2, "pp_layers": (1, 2, 3)}, "3 numbers of layers (1,2,3) for pp=2"),
         ({"virtual_pp_layers": 1}, "pp is 1"),
-        ({"pp": 2, "pp_layers": (2, 2), "virtual_pp_layers": 1}, "exclude each other"),
+        ({"pp": 2, "pp_layers": (2, 2), "virtual_pp_layers": 1}, "are all of one size"),
         ({"pp": 2, "virtual_pp_layers": 0}, "must be at least 1"),
     ],
 )

@@ -50,7 +50,7 @@ def parser(prog: str = "plan-layout") -> argparse.ArgumentParser:
         "--global-batch-size", type=int, metavar="N", help="sequences of a step (default: 512)"
     )
     run.add_argument("--recompute", choices=("none", "selective", "full"), help="default: none "
-                     "or full, whichever is better")  # fmt: skip
+                     "or full, the better one")  # fmt: skip
     run.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run.add_argument(
         "--distributed-optimizer", action=argparse.BooleanOptionalAction, default=None,
@@ -61,7 +61,7 @@ def parser(prog: str = "plan-layout") -> argparse.ArgumentParser:
     run.add_argument("--micro-batch-size", type=int, metavar="N", help="this size only")
     run.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction, default=None,
-        help="only with or only without it (default: whichever is better)",
+        help="only with or only without it (default: the better one)",
     )  # fmt: skip
     out = made.add_argument_group("output")
     out.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default: 8)")

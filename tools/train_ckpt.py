@@ -19,7 +19,7 @@ from importlib import import_module
 from shardwright.train.config import cli as config_options
 from shardwright.train.config import from_options
 from shardwright.train.config.schema import TrainConfig
-from shardwright.train.errors import WAITED_IN_VAIN, LostRank
+from shardwright.train.errors import WAITED_TOO_LONG, LostRank
 
 from . import options
 
@@ -87,7 +87,7 @@ def _run_rank(config: TrainConfig) -> int:
         if lost is None:
             raise
         # our own launcher says once what to do, after the last rank
-        late = lost.code == WAITED_IN_VAIN and launch.ARGUMENTS not in os.environ
+        late = lost.code == WAITED_TOO_LONG and launch.ARGUMENTS not in os.environ
         print(f"rank {rank}: {lost}{lost_ranks.hang(minutes) if late else ''}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()

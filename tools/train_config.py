@@ -96,7 +96,7 @@ def _help(name: str) -> str:
     if name not in FIELDS:
         return FILE_KEYS[name].what
     use = FIELDS[name]
-    return use.what if use.use == "used" else f"(default alone: {use.reason})"
+    return use.what if use.use == "used" else f"(only the default: {use.reason})"
 
 
 def _add(group: Any, name: str, text: str) -> None:

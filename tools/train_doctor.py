@@ -36,7 +36,7 @@ def parser(prog: str = "train-ckpt doctor") -> argparse.ArgumentParser:
     group.add_argument(
         "--topology",
         metavar="FILE",
-        help="recorded output of nvidia-smi topo -m, in place of this machine's",
+        help="recorded output of nvidia-smi topo -m, instead of this machine's",
     )
     group.add_argument(
         "--no-exchange", action="store_true", help="start no ranks to try NCCL or gloo"

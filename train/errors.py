@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 LOST_A_RANK = 75  # exit code of a rank that ends because another one did
-WAITED_IN_VAIN = 76  # exit code of a rank that waited for another one for too long
+WAITED_TOO_LONG = 76  # exit code of a rank that waited for another one for too long
 
 
 class TrainError(ValueError):
@@ -17,11 +17,11 @@ class TrainError(ValueError):
 
 
 class LostRank(RuntimeError):
-    """Another rank is gone, or did not come to a collective in time; the text says which."""
+    """Another rank has ended, or did not come to a collective in time; the text says which."""
 
     def __init__(self, said: str, code: int) -> None:
         super().__init__(said)
-        self.code = code  # LOST_A_RANK or WAITED_IN_VAIN
+        self.code = code  # LOST_A_RANK or WAITED_TOO_LONG
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -79,7 +79,7 @@ def language_config(config: Mapping[str, object]) -> Mapping[str, object]:
 def load_model(path: Where, vocab_size: int | None = None) -> Model:
     """The family, sizes and flags that a config.json describes.
 
-    ``vocab_size`` overrides the config's number of true vocabulary rows.
+    ``vocab_size`` overrides the config's number of real vocabulary rows.
     """
     return model_from(load_json(path, finite=False), str(path), vocab_size)
 

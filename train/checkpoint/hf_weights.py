@@ -48,9 +48,9 @@ def check_names(original: Any, model: Model) -> None:
     """TrainError unless the transformers model has exactly the tensors of its family."""
     expected = shapes_of(model)
     tensors = logical_tensors(original, model)
-    faults = [f"has {name}, which megatron-core's model has not" for name in
+    faults = [f"has {name}, which megatron-core's model does not have" for name in
               sorted(tensors.keys() - expected.keys())]  # fmt: skip
-    faults += [f"lacks {name}" for name in sorted(expected.keys() - tensors.keys())]
+    faults += [f"has no {name}" for name in sorted(expected.keys() - tensors.keys())]
     faults += [
         f"{name} is {tuple(tensors[name].shape)}, its config says {shape}"
         for name, shape in expected.items()
@@ -65,7 +65,7 @@ def check_names(original: Any, model: Model) -> None:
 
 
 def take(original: Any, held: RankState) -> None:
-    """Fill this rank's weights from the transformers model, rank 0's where they differ."""
+    """Fill this rank's weights from the transformers model, rank 0's if they differ."""
     tensors = {
         name: tensor.detach().to("cpu").contiguous()
         for name, tensor in logical_tensors(original, held.model).items()

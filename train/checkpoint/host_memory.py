@@ -38,7 +38,7 @@ class HostMemory:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a new thread's is the first GPU
         small = sum(_aligned(size) for size in sizes if size <= _LARGE)
-        slabs = -(-small // (_SLAB - _LARGE))  # whatever the order, less than _LARGE stays empty
+        slabs = -(-small // (_SLAB - _LARGE))  # in any order, less than _LARGE stays empty
         try:
             for size in sizes:
                 if size > _LARGE:

@@ -61,14 +61,16 @@ def load(
     except CheckpointError:
         if not weights_only:
             raise
-        # what is wrong may be the optimizer's; where nothing is, its masters refine the weights
+        # the fault may be in the optimizer only; its masters, if sound, would refine the weights
         ckpt = read_checkpoint(path, replace(read, weights_only=True))
     _check_model(ckpt, held)
     if held.optimizer is not None and (fault := ckpt.optimizer_fault()):
         if not weights_only:
-            how = "MEGATRON_LM_NO_LOAD_OPTIM=true goes on without the optimizer"
+            how = "MEGATRON_LM_NO_LOAD_OPTIM=true continues without the optimizer"
             raise TrainError(fault.replace(WITHOUT, how))
-        ckpt = read_checkpoint(path, replace(read, weights_only=True))  # its masters are no better
+        ckpt = read_checkpoint(
+            path, replace(read, weights_only=True)
+        )  # its masters are not sound either
     if verify_source:
         _check_source(ckpt, held, log)
     held.settle()
@@ -98,7 +100,7 @@ def load(
 
 
 def describes_itself(path: Where) -> bool:
-    """Whether the model is told by Megatron-LM's args, for want of a config.json."""
+    """Whether Megatron-LM's args describe the model, because there is no config.json."""
     where = storage_path(path)
     own = megatron.sniff(where) or megatron_dist.sniff(where)
     return own and not (where / "config.json").is_file()
@@ -107,7 +109,7 @@ def describes_itself(path: Where) -> bool:
 def _check_source(ckpt: Checkpoint, held: RankState, log: Log) -> None:
     """Recorded checksums of the files that are loaded: each rank checks its share of the files.
 
-    A fault is every rank's, so that none waits for another that has given up.
+    All ranks raise the same faults, so that none waits for one that has ended.
     """
     world = dist.get_world_size(held.control) if dist.is_initialized() else 1
     share = used_files(ckpt)[held.rank % world :: world]
@@ -129,14 +131,14 @@ def _check_source(ckpt: Checkpoint, held: RankState, log: Log) -> None:
 
 
 def _reading(path: str | Path, held: RankState) -> ReadOptions:
-    """Megatron-LM's args do not say how many rows of the vocabulary are true ones; we know."""
+    """Options with the model's number of real vocabulary rows, which Megatron-LM's args lack."""
     if describes_itself(follow(path)):
         return ReadOptions(vocab_size=held.model.sizes["vocab"])
     return ReadOptions()
 
 
 def _no_step_yet(state: Mapping[str, object]) -> bool:
-    """Whether the optimizer was saved before its first step, when it has masters alone."""
+    """Whether the optimizer was saved before its first step, when it has only masters."""
     groups = state.get("param_groups")
     return isinstance(groups, list) and not any(
         "step" in group for group in groups if isinstance(group, Mapping)
@@ -161,9 +163,9 @@ def _check_model(ckpt: Checkpoint, held: RankState) -> None:
 
 
 def _as_masters(source: Manifest, held: RankState) -> Manifest:
-    """Let fp32 weights stand for masters and masters for fp32 weights, where one is absent.
+    """Use fp32 weights as masters, and masters as fp32 weights, if the source has only one.
 
-    A run in bf16 that resumes from fp32 weights so keeps all their bits.
+    So a run in bf16 that resumes from fp32 weights keeps all their bits.
     """
     ours = FROM_TORCH[str(next(iter(held.named.values())).dtype).removeprefix("torch.")]
     masters = {f for f in source.tensors if category_of(f) == "master"}
@@ -188,7 +190,7 @@ def _fill(source: Manifest, wanted: Sequence[Held], held: RankState) -> None:
         for h in wanted
     }
     for tensor in host.values():
-        tensor.detach().zero_()  # padding rows that the source lacks
+        tensor.detach().zero_()  # padding rows that the source does not have
     buffers = {key: bytes_of(tensor) for key, tensor in host.items()}
     live.load(source, [h.live for h in wanted], buffers, held.placement)
     for h in wanted:

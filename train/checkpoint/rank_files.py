@@ -2,7 +2,7 @@
 
 The design says which file holds which tensor; ``check_design`` and the plan prove that no two
 tensors share a byte and that everything that the rank holds has its place. Tensors lie in host
-memory by then, so that training may go on while they are written.
+memory by then, so that training can continue while they are written.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Random:
-    """The file of a rank's random states, which no layout can cut."""
+    """The file of a rank's random states, which are not resharded."""
 
     name: str
     metadata: dict[str, str]
@@ -180,7 +180,7 @@ def _design(made: RankSnapshot) -> Design:
 
 
 def _copies(made: RankSnapshot, design: Design) -> list[Copy]:
-    """The plan from this rank's memory to its files, which leaves nothing out."""
+    """The copies from this rank's memory to its files; they leave nothing out."""
     tensors = [tensor for part in made.parts for tensor in part.tensors]
     source = live.manifest(tensors, made.held.placement)
     copies = plan(source, design.manifest, share=True, part=True).copies

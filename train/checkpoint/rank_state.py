@@ -25,7 +25,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A live tensor and the memory that it stands for."""
+    """A tensor of this rank as a checkpoint names it, and its memory."""
 
     live: LiveTensor
     tensor: torch.Tensor  # contiguous, on the training device
@@ -43,7 +43,7 @@ class RankState:
     sharded: bool  # the optimizer is cut over dp
     vocab_multiple: int
     control: dist.ProcessGroup | None  # gloo, for agreement on saves
-    settle: Callable[[], None] = lambda: None  # every rank's weights are those of the last step
+    settle: Callable[[], None] = lambda: None  # makes every rank's weights those of the last step
     placement: Placement = field(init=False)
 
     @classmethod
@@ -120,7 +120,7 @@ class RankState:
         rows = self.placement.placed[self.coord]
         lacking = [p.name for p in rows if p.name not in self.named]
         surplus = set(self.named) - {p.name for p in rows}
-        assert not lacking, f"the model lacks {lacking}"
+        assert not lacking, f"the model has no {lacking}"
         assert not surplus, f"no row places {surplus}"
         return [(placed, self.named[placed.name]) for placed in rows]
 

@@ -1,4 +1,4 @@
-"""Saves native checkpoints of a running trainer, while training goes on.
+"""Saves native checkpoints of a running trainer, while training continues.
 
 A rank's tensors are copied to host memory, which is all that the step waits for; a thread then
 writes this rank's files. No collective runs in that thread: ranks agree over a gloo group of their
@@ -71,7 +71,7 @@ class _Pending:
 
 
 class Saver:
-    """Writes checkpoints while training goes on."""
+    """Writes checkpoints while training continues."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Saver:
         """``reserve`` host memory at once where tensors lie on a GPU, if a save is to come.
 
         ``on_wait`` is told when a save had to wait for the one before it. ``replaced`` are older
-        checkpoints that give way to the first save. ``keep_last`` counts the folders whose names
-        are ``numbered`` and a number. ``pointer``: whether ``latest`` beside a checkpoint is to
-        name it; None: where that harms nothing.
+        checkpoints that are removed after the first save. ``keep_last`` counts the folders whose
+        names are ``numbered`` and a number. ``pointer``: whether ``latest`` beside a checkpoint is
+        to name it; None: where that harms nothing.
         """
         self.held, self.keep_last, self.log, self.on_wait = held, keep_last, log, on_wait
         self.weights_only, self._replaced = weights_only, list(replaced)
@@ -119,7 +119,7 @@ class Saver:
         """Copy everything to host memory and start writing; an unfinished save is waited for.
 
         ``state`` holds schedule, param_groups and data; what JSON cannot hold is refused here,
-        before anything is written. ``sides`` are files that travel along (config, tokenizer);
+        before anything is written. ``sides`` are the side files (config, tokenizer);
         rank 0 writes them. ``safe`` False means ``.bin`` files. With ``into`` the folder is there
         on return, and may be listed and written to. Raises TrainError on every rank.
         """
@@ -308,7 +308,7 @@ class Saver:
 def _not_written(final: Path, why: Sequence[str]) -> TrainError:
     return TrainError(
         f"{final} could not be written ({'; '.join(why)}); free space there, or keep fewer "
-        "checkpoints, and go on from the last one that was saved"
+        "checkpoints, and continue from the last one that was saved"
     )
 
 

@@ -1,15 +1,15 @@
-"""What a checkpoint says beside its tensors, as JSON: one schema for both front ends.
+"""What a checkpoint holds besides its tensors, as JSON: one schema for both front ends.
 
-    state_version ckpt/checkpoint/state.py's; without it it is of the time before there was one
+    state_version that of ckpt/checkpoint/state.py; older checkpoints have none
     schedule      train-ckpt: one table, {style, lr, min_lr, warmup_steps, decay_steps, num_steps}
                   Accelerator: a list with the state of each scheduler object, in their order
     param_groups  a table for each group of the optimizer: step, lr, weight_decay, betas, ...
     data          train-ckpt: the cursor of its samples, {data, seed, seq_length, consumed, ...}
                   Accelerator: {loaders: [a cursor for each prepared loader]}
 
-Either front end takes up what the other wrote as far as it means something there: both read step
-and param_groups; a schedule or a data cursor of the other's kind is left, with a line. Numbers that
-JSON lacks (inf, nan: ReduceLROnPlateau begins with one) are ``{"float": "inf"}``.
+Each front end reads what it can use of the other's: both read step and param_groups; a schedule or
+a data cursor of the other kind is ignored, with a line. Numbers that JSON does not have (inf, nan:
+ReduceLROnPlateau begins with one) are ``{"float": "inf"}``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _encode(value: object, where: str, faults: list[str]) -> Any:
         return value if math.isfinite(value) else {_FLOAT: str(value)}
     if isinstance(value, Mapping):
         faults += [
-            f"{where}: the key {key!r} is a {type(key).__name__}, JSON has texts alone"
+            f"{where}: the key {key!r} is a {type(key).__name__}, JSON has only texts as keys"
             for key in value
             if not isinstance(key, str)
         ]

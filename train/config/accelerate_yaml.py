@@ -76,7 +76,7 @@ FILE_KEYS: dict[str, FieldUse] = {
 
 
 def import_yaml(path: str) -> Any:
-    """PyYAML, which only YAML files need; TrainError where it is not installed."""
+    """PyYAML, which only YAML files need; TrainError if it is not installed."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:

@@ -22,7 +22,7 @@ from .schema import (
     TrainConfig,
 )
 
-LENGTH = 1024  # tokens of a sequence when nobody says, if the model has as many positions
+LENGTH = 1024  # tokens of a sequence if it is not given, and the model has as many positions
 
 
 def data_parallel_of(world_size: int, parallelism: Parallelism) -> int:
@@ -113,7 +113,7 @@ def _optimizer_faults(optimizer: OptimizerSettings, schedule: Schedule | None) -
         faults.append(f"min_lr {schedule.min_lr} is above the learning rate {schedule.lr}")
     if schedule.warmup_steps >= schedule.decay_steps:
         faults.append(
-            f"a warmup of {schedule.warmup_steps:g} steps leaves nothing of a schedule of "
+            f"a warmup of {schedule.warmup_steps:g} steps is not shorter than the schedule of "
             f"{schedule.decay_steps:g}"
         )
     if schedule.wd_end < schedule.wd_start:
@@ -135,7 +135,7 @@ def _distributed_faults(layout: Parallelism, optimizer: OptimizerSettings) -> li
 def _saving_faults(saving: Saving) -> list[str]:
     faults = []
     if saving.overwrite and saving.resume == LATEST:
-        faults.append("--overwrite replaces the run that --resume would go on with; drop one")
+        faults.append("--overwrite replaces the run that --resume would continue; drop one")
     if saving.save_dir is not None:
         return faults
     if saving.overwrite:
@@ -184,7 +184,7 @@ def for_model(config: TrainConfig, sizes: Sizes) -> TrainConfig:
 
 
 def check_expected(expected: Mapping[str, Any], actual: Mapping[str, Any], name: str) -> None:
-    """Compare what ``other_megatron_args`` says of the model with what it is."""
+    """Compare what ``other_megatron_args`` says about the model with the model."""
     raise_faults(
         name,
         [

@@ -88,7 +88,7 @@ FIELDS: dict[str, FieldUse] = {
     ),
     "recompute_granularity": used_field(
         "str", "full", "What is computed again in the backward pass: full (whole "
-        "layers), selective (attention) or none; it outranks recompute_activations.",
+        "layers), selective (attention) or none; it overrides recompute_activations.",
         choices=("full", "selective", "none"),
     ),
     "recompute_method": used_field(
@@ -114,11 +114,11 @@ FIELDS: dict[str, FieldUse] = {
         "sequences; for long ones use sequence_parallelism, recomputation or a larger tp_degree",
     ),
     "attention_dropout": used_field(
-        "float", 0.0, "Dropout of attention weights; the model's own where it is not given.",
+        "float", 0.0, "Dropout of attention weights; the model's own if it is not given.",
         least=0, most=1,
     ),
     "hidden_dropout": used_field(
-        "float", 0.0, "Dropout after embedding, attention and MLP; the model's own where it is "
+        "float", 0.0, "Dropout after embedding, attention and MLP; the model's own if it is "
         "not given.", least=0, most=1,
     ),
     "attention_softmax_in_fp32": refused_field(
@@ -194,12 +194,12 @@ FIELDS: dict[str, FieldUse] = {
     ),
     "consumed_samples": used_field(
         "ints", None, "Samples to skip in each prepared loader, in the order of prepare(); whole "
-        "global batches, which may be epochs. A loaded checkpoint outranks it.", least=0,
+        "global batches, which may be epochs. A loaded checkpoint overrides it.", least=0,
     ),
     "no_wd_decay_cond": used_field(
         "callable", None, "no_wd_decay_cond(name, parameter): true for parameters without weight "
-        "decay. Names are megatron-core's, layers counted over the whole model. An error beside "
-        "several param groups of the optimizer's own.",
+        "decay. Names are megatron-core's, layers counted over the whole model. An error if the "
+        "optimizer has several param groups of its own.",
     ),
     "scale_lr_cond": used_field(
         "callable", None, "scale_lr_cond(name, parameter): true for parameters whose learning "
@@ -263,7 +263,7 @@ FIELDS: dict[str, FieldUse] = {
         "callable", None, "custom_loss_function(loss_mask, losses) gives the loss of a "
         "micro-batch, a scalar, and a dict of scalars that the output has as reported; with "
         "return_logits it gets (losses, logits of this tp rank). Micro-batches count by their "
-        "tokens, or all alike where calculate_per_token_loss is False.",
+        "tokens, or all equally if calculate_per_token_loss is False.",
     ),
     "other_megatron_args": used_field(
         "dict", None, "Megatron arguments by name: those with a meaning here are used, those that "
@@ -296,7 +296,7 @@ ALIASES = {
     "distribute_saved_activations": "distribute_checkpointed_activations",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-# Megatron arguments that no field stands for.
+# Megatron arguments without a field.
 ARGUMENTS: dict[str, FieldUse] = {
     "seed": used_field("int", 1234, "Seed of initial weights, dropout and data order.", least=0),
     "make_vocab_size_divisible_by": used_field(
@@ -323,7 +323,7 @@ ARCHITECTURE: dict[str, FieldUse] = {
     }.items()
     for name in names.split()
 }
-# Megatron arguments that something else says here.
+# Megatron arguments that are set in another way here.
 ELSEWHERE = {
     **dict.fromkeys(
         ("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),

@@ -3,7 +3,7 @@
 In order of precedence: flags, ``--config`` files (its own form, or Accelerate's; a later one
 before an earlier one), ``MEGATRON_LM_*`` variables, the Accelerate YAML of
 ``ACCELERATE_CONFIG_FILE`` or, where ``train-ckpt`` itself starts the ranks as ``accelerate
-launch`` would, Accelerate's default file. What was outranked is a line in ``notes``. What they say
+launch`` would, Accelerate's default file. What was overridden is a line in ``notes``. What they say
 makes a plugin, which goes a script's way (from_plugin.py). Imports neither torch nor, until a
 file is read, yaml.
 """
@@ -57,8 +57,14 @@ def from_options(
         global_batch_size=said["global_batch_size"],
         environ=environ,
     )
-    notes = [f"settings in {file.path} count"] if file and file.path not in args.config else []
-    notes += [*own.overruled, *plugin.overruled, *config.notes, *more, *_batch_note(plugin, config)]
+    notes = [f"using the settings in {file.path}"] if file and file.path not in args.config else []
+    notes += [
+        *own.overridden,
+        *plugin.overridden,
+        *config.notes,
+        *more,
+        *_batch_note(plugin, config),
+    ]
     launch = replace(launch, timeout_minutes=config.launch.timeout_minutes)
     config = _with_options(replace(config, launch=launch), said, tuple(notes))
     faults = faults_of(config) + _without_effect(own, plugin)
@@ -140,7 +146,7 @@ def _with_options(
 
 
 def _machines(launch: Launch, said: Mapping[str, Any], environ: Mapping[str, str]) -> Launch:
-    """``launch`` with what the command line says of machines; TrainError where that lacks."""
+    """``launch`` with the command line's options of machines; TrainError if some are missing."""
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")
     given = {name: said[name] for name in names if said[name] is not None}
     launch = replace(launch, **given)
@@ -194,10 +200,12 @@ def _sources(
 
 
 def _by_field(said: Mapping[str, tuple[object, str]]) -> Sourced:
-    """Values by plugin field where the option stands for one."""
+    """Values by plugin field, for options that set one."""
     found = {OPTIONS[name].field or name: value for name, value in said.items()}
     granularity, where = said.get("recompute", (None, ""))
-    if granularity is not None:  # so that it outranks what another source says of the older field
+    if (
+        granularity is not None
+    ):  # so that it overrides what another source says about the older field
         found["recompute_activations"] = (granularity != "none", where)
     return found
 
@@ -223,7 +231,7 @@ def _resume(value: object) -> object:
 
 
 def _own_keys(file: AccelerateFile) -> Sourced:
-    """What an Accelerate file says of options that no plugin field stands for."""
+    """What an Accelerate file says about options without a plugin field."""
     found: dict[str, tuple[object, str]] = {}
     if "mixed_precision" in file.given:
         where = f"mixed_precision in {file.path}"
@@ -239,7 +247,7 @@ def _fp32(mixed: str) -> str:
 
 
 def _inherited(environ: Mapping[str, str]) -> AccelerateFile | None:
-    """The Accelerate file that nobody named on the command line."""
+    """The Accelerate file that the environment names, or the default one."""
     named = environ.get("ACCELERATE_CONFIG_FILE")
     if named:
         return read_accelerate(named)
@@ -262,7 +270,7 @@ def _world(
     if "WORLD_SIZE" in environ:
         world, local = int(environ["WORLD_SIZE"]), environ.get("LOCAL_WORLD_SIZE")
         if nproc is not None and local is not None and int(local) != nproc:
-            return world, [f"nproc: {nproc} gives way to the {local} that the launcher started"]
+            return world, [f"nproc: {nproc} is overridden by the {local} that the launcher started"]
         return world, []
     if nproc is not None:
         return nproc * launch.num_machines, []
@@ -279,6 +287,6 @@ def _batch_note(plugin: MegatronLMPlugin, config: TrainConfig) -> list[str]:
     if not plugin.given("num_micro_batches") or said == now:
         return []
     return [
-        f"num_micro_batches: {said} ({plugin.origin('num_micro_batches')}) gives way to {now}, "
-        f"which the global batch of {config.batch.global_batch_size} takes"
+        f"num_micro_batches: {said} ({plugin.origin('num_micro_batches')}) is overridden by {now}, "
+        f"which the global batch of {config.batch.global_batch_size} needs"
     ]

@@ -31,7 +31,7 @@ from .schema import (
     TrainConfig,
 )
 
-MIXED = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` hands on
+MIXED = "ACCELERATE_MIXED_PRECISION"  # what `accelerate launch` passes on
 
 
 def from_plugin(
@@ -51,7 +51,7 @@ def from_plugin(
 
     ``optimizer`` holds what the user's optimizer says; clipping and conditions are the plugin's.
     ``total_steps`` and ``warmup_steps`` are a dummy scheduler's: they count where the plugin says
-    nothing. ``global_batch_size`` outranks ``num_micro_batches``.
+    nothing. ``global_batch_size`` overrides ``num_micro_batches``.
     """
     plugin.check()
     environ = os.environ if environ is None else environ
@@ -156,7 +156,7 @@ def _distribute(plugin: MegatronLMPlugin, parallelism: Parallelism) -> tuple[boo
     if not (plugin.distribute_checkpointed_activations or plugin.partition_activations):
         return False, []
     if parallelism.tp == 1:
-        return False, ["saved activations have one tp rank to lie on: nothing to distribute"]
+        return False, ["saved activations cannot be distributed: there is one tp rank"]
     if parallelism.sequence_parallel:
         return False, ["sequence parallelism already distributes saved activations"]
     return True, []

@@ -3,7 +3,7 @@
 A value comes from the constructor, else from the environment (``MEGATRON_LM_TP_DEGREE``), else
 from the ``megatron_lm_config`` of the Accelerate YAML that ``ACCELERATE_CONFIG_FILE`` names. The
 default YAML in Hugging Face's cache is not read by a script: ``accelerate launch`` reads it and
-hands it on as environment variables, and a script started without it would not expect it.
+passes it on as environment variables, and a script started without it would not expect it.
 
 What the values mean together (sizes, schedules, contradictions) is left to ``from_plugin`` and
 ``checks``. Imports neither torch nor, until a YAML is read, yaml.
@@ -30,7 +30,7 @@ CONSTRUCTOR, ASSIGNED, OTHER = "the constructor", "assigned", "other_megatron_ar
 class MegatronLMPlugin:
     """Parallelism and training settings, in Accelerate's spelling; see ``FIELDS``.
 
-    None means not given. After construction every field has its value, whatever its source.
+    None means not given. After construction every field has a value, from some source.
     """
 
     tp_degree: int | None = None
@@ -101,11 +101,11 @@ class MegatronLMPlugin:
     partition_activations: bool | None = None
     check_for_nan_in_loss_and_grad: bool | None = None
 
-    # Filled in: where each given field came from, what the arguments of no field say, the YAML.
+    # Filled in: where each given field came from, Megatron arguments without a field, the YAML.
     origins: dict[str, str] = field(init=False, repr=False, compare=False)
     arguments: dict[str, Any] = field(init=False, repr=False, compare=False)
     file: AccelerateFile | None = field(init=False, repr=False, compare=False, default=None)
-    overruled: list[str] = field(init=False, repr=False, compare=False)
+    overridden: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = {name: (getattr(self, name), CONSTRUCTOR) for name in FIELDS}
@@ -132,7 +132,7 @@ class MegatronLMPlugin:
         if consumed is not None and not 1 <= len(consumed) <= 3:
             faults.append(f"consumed_samples={consumed}: expected one to three numbers")
         raise_faults("MegatronLMPlugin", faults + _refusals(found))
-        self.origins, self.overruled = found.origins, found.overruled
+        self.origins, self.overridden = found.origins, found.overridden
         if consumed is not None:
             found.values["consumed_samples"] = [*consumed, 0, 0][:3]
         for name in FIELDS:
@@ -150,11 +150,11 @@ class MegatronLMPlugin:
         return self.origins.get(name, "default")
 
     def check(self) -> None:
-        """Read again what was assigned since construction; TrainError where it does not fit."""
+        """Read again what was assigned since construction; TrainError if it does not fit."""
         given = {n: (getattr(self, n), self.origin(n)) for n in FIELDS if self.given(n)}
-        overruled = self.overruled
+        overridden = self.overridden
         self._take([given])
-        self.overruled = overruled
+        self.overridden = overridden
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Record batch sizes as attributes, where scripts for Accelerate look for them."""
@@ -163,7 +163,7 @@ class MegatronLMPlugin:
         self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
 
 
-_SPOKEN = (CONSTRUCTOR, ASSIGNED)  # what a contradicting other_megatron_args may not outrank
+_SPOKEN = (CONSTRUCTOR, ASSIGNED)  # what other_megatron_args may not override
 
 
 def _apply_other(found: Resolved, arguments: dict[str, Any]) -> list[str]:

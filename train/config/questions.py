@@ -1,11 +1,11 @@
 """The questions of ``train-ckpt config``, and the Accelerate YAML made from the answers.
 
-An answer comes from a flag, else from a file that is read first, else from the user, or if nobody
-is asked, from the default. The file is the one that ``accelerate config`` writes for Megatron-LM
+An answer comes from a flag, else from a file that is read first, else from the user, else from the
+default. The file is the one that ``accelerate config`` writes for Megatron-LM
 (``distributed_type: MEGATRON_LM`` and ``megatron_lm_*`` keys), so that ``accelerate launch``,
-scripts and ``train-ckpt`` all read it. Before it is written, it is read as a run would read it, so
-what a run would refuse is refused here. Imports neither torch nor, until a file
-is read or written, yaml.
+scripts and ``train-ckpt`` all read it. Before it is written, it is read as a run would read it:
+what a run would refuse is refused here. Imports no torch, and yaml only when a file is read or
+written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .schema import TrainConfig
 from .values import Values
 
 Answers = dict[str, Any]  # by question, key of FILE_KEYS, or plugin field
-Ask = Callable[[str], str]  # shows a prompt and returns a line; EOFError where there is none
+Ask = Callable[[str], str]  # shows a prompt and returns a line; EOFError if there is none
 
 RECOMPUTE = "recompute"
 _AS_READ = "recompute as read"  # the answer that a file gave, and the fields that said it
@@ -118,10 +118,10 @@ QUESTIONS: tuple[Question, ...] = (
     ),
 )  # fmt: skip
 
-# Fields that the question about recomputation stands for.
+# Fields that the question about recomputation answers.
 _DERIVED = ("recompute_activations", "recompute_granularity")
 _ASKED = {q.name for q in QUESTIONS}
-# Keys and fields that nobody is asked about: flags or a file that is read say them.
+# Keys and fields without a question: flags, or a file that is read, set them.
 UNASKED: dict[str, Values] = {
     "use_cpu": FILE_KEYS["use_cpu"].values,
     "gpu_ids": Values("str"),
@@ -130,7 +130,7 @@ UNASKED: dict[str, Values] = {
 }
 VALUES: dict[str, Values] = {**{q.name: q.values for q in QUESTIONS}, **UNASKED}
 
-# What `accelerate config` writes beside the answers, so that both files look alike.
+# What `accelerate config` writes besides the answers, so that both files look the same.
 _CONSTANT: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
@@ -270,7 +270,7 @@ def _recompute_fields(answers: Answers) -> Mapping[str, Any]:
     was, fields = answers.get(_AS_READ, (None, {}))
     if now == was:
         return dict(fields)
-    # Megatron lets recompute_activations outrank the granularity: it stands for selective.
+    # Megatron lets recompute_activations override the granularity: it means selective.
     asked = {"recompute_activations": now == "selective"}
     return asked if now == "none" else {**asked, "recompute_granularity": now}
 
@@ -286,13 +286,13 @@ def check(made: Mapping[str, Any], path: str, environ: Mapping[str, str]) -> Tra
             for key in ("main_process_ip", "main_process_port")
             if said[key] is None
         ]
-    raise_faults(path, [*faults, *_outranked(file, environ)])
+    raise_faults(path, [*faults, *_overridden(file, environ)])
     plugin = MegatronLMPlugin.resolved([file.plugin], file)
     return from_plugin(plugin, world_size=file.num_processes or 1, environ={})
 
 
-def _outranked(file: AccelerateFile, environ: Mapping[str, str]) -> list[str]:
-    """Variables that a run would follow in place of the file."""
+def _overridden(file: AccelerateFile, environ: Mapping[str, str]) -> list[str]:
+    """Environment variables that would override the file in a run."""
     faults = []
     for name, (text, variable) in environment(environ).items():
         if name not in file.plugin:
@@ -305,11 +305,11 @@ def _outranked(file: AccelerateFile, environ: Mapping[str, str]) -> list[str]:
             same = False
         if not same:
             faults.append(f"{name} is {value}, but {variable}={text} in the environment would "
-                          f"outrank the file; unset {variable} or answer {text}")  # fmt: skip
+                          f"override the file; unset {variable} or answer {text}")  # fmt: skip
     mixed = environ.get(MIXED)
     if mixed is not None and mixed != file.values["mixed_precision"]:
         faults.append(f"mixed_precision is {file.values['mixed_precision']}, but {MIXED}={mixed} "
-                      f"in the environment would outrank the file; unset it")  # fmt: skip
+                      f"in the environment would override the file; unset it")  # fmt: skip
     return faults
 
 

@@ -93,7 +93,7 @@ class Values:
     choices: tuple[str, ...] = ()
 
     def read(self, value: object) -> Any:
-        """``value``, or the text that stands for it, in its own type; ValueError says what fits."""
+        """``value``, or its text, as the right type; ValueError says what fits."""
         make, expected = KINDS[self.kind]
         try:
             made: Any = make(value)
@@ -127,7 +127,7 @@ class Resolved:
 
     values: dict[str, Any]
     origins: dict[str, str]  # of the values that were given
-    overruled: list[str]  # a line for each value that another source outranked
+    overridden: list[str]  # a line for each value that another source overrides
     faults: list[str]
 
 
@@ -148,8 +148,8 @@ def resolve(table: Mapping[str, Setting], sources: Sequence[Sourced]) -> Resolve
         found.values[name], found.origins[name] = value, said[0][1]
         for other, where in said[1:]:
             if _differs(entry.values, other, value):
-                line = f"{name}: {value} ({said[0][1]}) outranks {other} ({where})"
-                found.overruled.append(line)
+                line = f"{name}: {value} ({said[0][1]}) overrides {other} ({where})"
+                found.overridden.append(line)
     return found
 
 

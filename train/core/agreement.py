@@ -1,4 +1,4 @@
-"""What all ranks of a replica, or of the world, must know alike: losses, reports, faults, logits.
+"""Makes all ranks know the same numbers: losses, reports, faults, logits.
 
 Every function is a collective of all ranks.
 """

@@ -70,7 +70,7 @@ class Engine:
         options: EngineOptions,
         trained: Callable[[str], bool] | None = None,
     ) -> None:
-        """``trained`` says of a stored name whether it gets gradients; None is all."""
+        """``trained(name)``: whether a stored tensor gets gradients; None: all do."""
         self.model, self.parallel, self.layout = model, parallel, layout
         self.model_options, self.options = model_options, options
         self.config = transformer_config(model, layout, model_options)
@@ -91,7 +91,7 @@ class Engine:
         self._set_hooks()
 
     def _freeze(self, trained: Callable[[str], bool]) -> None:
-        """Before the gradient buffers are made, which leave frozen parameters out."""
+        """Called before the gradient buffers are made: frozen parameters have no place in them."""
         for name, param in self.named.items():
             param.requires_grad_(trained(name))
         embedding = getattr(self.modules[0], "embedding", None)
@@ -113,7 +113,7 @@ class Engine:
         return ddp.DistributedDataParallel(self.config, config, chunk, disable_bucketing=index > 0)
 
     def _layer_graphs(self) -> list[graphs.LayerGraphs]:
-        """What replays each chunk's layers, where that is wanted and possible."""
+        """The CUDA graphs of each chunk's layers, if they are wanted and possible."""
         wanted, layout = self.model_options.cuda_graphs, self.layout
         if self.parallel.device.type != "cuda" or wanted is False:
             return []
@@ -170,7 +170,7 @@ class Engine:
                 chunk.start_param_sync(force_sync=True)
 
     def facts(self) -> dict[str, object]:
-        """What the model is under the names of Megatron's arguments."""
+        """The model's properties under the names of Megatron's arguments."""
         c, model = self.config, self.model
         rope = self.modules[0].rotary_base if hasattr(self.modules[0], "rotary_base") else None
         learned, vocab = "pos" in model.sizes, model.sizes["vocab"]
@@ -303,7 +303,7 @@ class Engine:
         }
 
     def _weighted(self, batch: MicroBatch) -> dict[str, Any]:
-        """The batch without positions that do not count, and its portion of the whole loss.
+        """The batch with a loss mask of positions that count, and its portion of the whole loss.
 
         Its attention mask becomes the one that the model takes, here and not in the schedule,
         since reading it waits for a GPU that has it.
@@ -318,7 +318,7 @@ class Engine:
         return {**batch, "attention_mask": hidden, "loss_mask": mask, "portion": portion}
 
     def _total(self, batches: Sequence[Mapping[str, Any]], backward: bool) -> float:
-        """What the portions of all data-parallel ranks add up to; TrainError for nothing."""
+        """The sum of the portions of all data-parallel ranks; TrainError if no token counts."""
         total = agreement.over_dp(self.parallel, float(sum(b["portion"] for b in batches)))
         if total == 0 and not backward:
             return 1.0  # nothing to predict: only logits are wanted
@@ -327,14 +327,14 @@ class Engine:
         return total
 
     def _agree(self, losses: Sequence[Mapping[str, Any]], total: float, custom: bool) -> float:
-        """The mean loss, which every rank then knows, as what a user's function reported."""
+        """The mean loss on every rank; ``reported`` gets what a user's function reported."""
         agreed, mine = agreement.loss(self.parallel, losses)
         self.reported = agreement.reports(self.parallel, losses, total) if custom else {}
         self._note_faults(agreed, mine)
         return agreed / total
 
     def _note_faults(self, agreed: float, *mine: torch.Tensor) -> None:
-        """Where a number that all ranks know is not finite: the first rank that has the fault."""
+        """If ``agreed``, a number of all ranks, is not finite: find the first rank to blame."""
         self.faulty_rank = None
         if self.options.check_for_nan and not math.isfinite(agreed):
             self.faulty_rank = agreement.first_faulty(self.parallel, mine)

@@ -1,7 +1,7 @@
 """From a TrainConfig to a running step: the one way, for train-ckpt and for the Accelerator.
 
-What the settings say of layout, model, engine, optimizer and schedule is read here and nowhere
-else. Nothing here imports torch before an engine is asked for, so that checks stay fast.
+Only this module reads what the settings say about layout, model and engine. It imports torch only
+when an engine is asked for, so that checks stay fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def positions_of(model: Model) -> int | None:
 
 
 def settle(config: TrainConfig, model: Model, name: str) -> TrainConfig:
-    """The configuration with what depends on the model filled in; TrainError where they clash.
+    """The configuration, completed with what depends on the model; TrainError if they contradict.
 
     ``name`` stands for the model in messages.
     """
@@ -74,7 +74,7 @@ def engine_options(
 ) -> EngineOptions:
     """How gradients are reduced and kept, and what counts toward the loss.
 
-    ``eod_tokens`` are those whose positions do not count, where the settings say so.
+    Positions of ``eod_tokens`` do not count if the settings say so.
     ``several_calls`` of forward and backward in a step exclude overlapped reduction.
     """
     from .engine import EngineOptions
@@ -100,8 +100,8 @@ def engine_of(
 ) -> Engine:
     """The engine of a settled configuration; ``Engine.attach_optimizer`` comes after it.
 
-    ``name`` stands for the model in messages. ``trained`` says of a stored name whether it gets
-    gradients; None is all. TrainError where ``other_megatron_args`` describe another model.
+    ``name`` stands for the model in messages. ``trained(name)``: whether a stored tensor
+    gets gradients; None: all do. TrainError if ``other_megatron_args`` describe another model.
     """
     from .engine import Engine
 

@@ -46,12 +46,12 @@ class Gradients:
         self.state = State.EMPTY
 
     def begin_backward(self) -> None:
-        """Called before a backward pass adds to the buffers; TrainError where it must not."""
+        """Called before a backward pass adds to the buffers; TrainError if it must not."""
         if self.state in (State.REDUCED, State.STEPPED):
             done = "clipped" if self.state is State.REDUCED else "used by the optimizer's step"
             raise TrainError(
-                f"a forward in train mode, and the gradients before it are {done} already; call "
-                "zero_grad() first"
+                f"a forward pass in train mode, but the gradients before it are {done} already; "
+                "call zero_grad() first"
             )
         if self.state is State.LOCAL and self.overlap:
             raise TrainError(

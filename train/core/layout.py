@@ -37,8 +37,8 @@ class Layout:
             )
         if self.pp_layers is not None and len(self.pp_layers) != self.pp:
             raise TrainError(
-                f"the layers of {len(self.pp_layers)} stages are named ({self._named()}), and pp "
-                f"is {self.pp}"
+                f"{len(self.pp_layers)} numbers of layers ({self._named()}) for pp={self.pp} "
+                "stages; give one for each stage"
             )
         if self.virtual_pp_layers is not None:
             self._check_virtual(self.virtual_pp_layers)
@@ -51,16 +51,16 @@ class Layout:
             raise TrainError(f"{layers} layers per virtual stage: must be at least 1")
         if self.pp == 1:
             raise TrainError(
-                f"{layers} layers per virtual stage interleave pipeline stages, and pp is 1"
+                f"{layers} layers per virtual stage: virtual stages need a pipeline, and pp is 1"
             )
         if self.pp_layers is not None:
             raise TrainError(
-                f"stages of {self._named()} layers and virtual stages of {layers} layers exclude "
-                "each other: virtual stages are all alike"
+                f"stages of {self._named()} layers cannot have virtual stages of {layers} layers: "
+                "virtual stages are all of one size"
             )
 
     def data_parallel(self, world_size: int) -> int:
-        """Replicas in a world of ``world_size`` ranks; TrainError where it does not divide."""
+        """Replicas in a world of ``world_size`` ranks; TrainError if it does not divide."""
         ranks = self.tp * self.pp
         if world_size % ranks:
             raise TrainError(
@@ -73,7 +73,7 @@ class Layout:
         """The layers of every virtual stage: ``chunks(n)[pp_rank][virtual_stage]``, 0-based.
 
         Without interleaving each pipeline rank has one chunk. TrainError or CheckpointError
-        where ``num_layers`` cannot be split so.
+        if ``num_layers`` cannot be split so.
         """
         if self.virtual_pp_layers is None:
             stages = (

@@ -1,8 +1,8 @@
 """The optimizer of a rank: megatron-core's, with param groups by our rule or the user's.
 
 megatron-core chooses among its FP32, Float16 and distributed optimizers; all of them wrap one
-torch optimizer. ``OptimizerView`` says where each parameter's master and moments lie in
-whichever it is, so that saving and loading need not know.
+torch optimizer. ``OptimizerView`` finds each parameter's master and moments in any of them, so that
+saving and loading need not know which one it is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build(
 ) -> MegatronOptimizer:
     """megatron-core's optimizer over this rank's (DDP-wrapped) model chunks.
 
-    ``bf16`` says that the weights are, so that fp32 masters are kept. ``distributed`` cuts masters
+    With ``bf16`` the weights are bf16, and fp32 masters are kept. ``distributed`` cuts masters
     and moments over the data-parallel ranks; with ``overlap`` weights are gathered while the next
     forward pass computes. ``named`` maps stored names to this rank's parameters. Every rank must
     pass the same number of groups in the same order. Raises TrainError for a parameter in no
@@ -145,7 +145,7 @@ class Slot:
 
 
 class OptimizerView:
-    """Masters and moments by parameter, whichever optimizer megatron-core chose."""
+    """Masters and moments by parameter, for every optimizer that megatron-core may choose."""
 
     def __init__(self, made: MegatronOptimizer) -> None:
         self.made = made
@@ -213,7 +213,7 @@ class OptimizerView:
                     state["step"].fill_(float(step))
 
     def refresh_masters(self) -> None:
-        """Copy the model's weights into the masters, after weights came without them."""
+        """Copy the model's weights into the masters, after weights were loaded without masters."""
         for part in self.parts:
             if part.optimizer is not None:
                 part.reload_model_params()

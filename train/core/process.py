@@ -73,9 +73,9 @@ def need_packages() -> None:
 def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parallel:
     """Make this process one rank of ``layout``; every rank calls it.
 
-    Ranks come from torchrun's environment, and without it the world is this process alone. A
-    process group that exists already is used, and left by ``shutdown``. ``timeout_s`` bounds
-    each collective, in seconds. TrainError where the world does not fit the layout.
+    Ranks come from torchrun's environment; without it the world is this process alone. A process
+    group that exists already is used, and ``shutdown`` does not destroy it. ``timeout_s`` bounds
+    each collective, in seconds. TrainError if the world does not fit the layout.
     """
     global _control
     need_packages()
@@ -99,7 +99,7 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
     state.initialize_model_parallel(
         layout.tp,
         layout.pp,
-        # copies of the data-parallel groups, for a way to save that is not ours
+        # copies of the data-parallel groups, which only megatron-core's own saving uses
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,
     )
@@ -122,7 +122,7 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
 
 
 def shutdown() -> None:
-    """Leave the layout, and the world where ``initialize`` made it; every rank calls it."""
+    """Leave the layout, and the world if ``initialize`` made it; every rank calls it."""
     global _made_world, _control
     state = import_megatron("parallel_state")
     graphs.release()

@@ -48,8 +48,8 @@ def _cut(texts: Iterable[str]) -> Iterator[str]:
 def _cut_at(text: str, limit: int) -> int:
     """Where to cut, above 0 and at most ``limit``: before a newline that follows a letter or digit.
 
-    The pre-tokenizers of GPT-2, Llama 3, Qwen and their like split there anyway, so the ids are
-    those of the whole text. Failing that before any newline, and in an endless line at the limit.
+    The pre-tokenizers of GPT-2, Llama 3, Qwen and similar ones split there anyway, so the ids are
+    those of the whole text. Without such a newline: before any newline; without any: at the limit.
     """
     at = last = text.rfind("\n", 1, limit)
     while at > 0:

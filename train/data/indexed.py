@@ -64,7 +64,7 @@ class Identity:
 
 
 def check_header(prefix: Path) -> None:
-    """Refuse what megatron's reader would meet with an assertion or a bare struct error."""
+    """Refuse a header at which megatron's reader would fail with an assertion or a struct error."""
     path, size = f"{prefix}.idx", os.path.getsize(f"{prefix}.idx")
     with open(path, "rb") as file:
         head = file.read(INDEX_HEADER_BYTES)
@@ -104,7 +104,7 @@ def read_indexed(prefix: Path) -> Corpus:
 
 
 def import_megatron() -> None:
-    """Import megatron-core's datasets without its warnings of packages that are optional."""
+    """Import megatron-core's datasets without its warnings about optional packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

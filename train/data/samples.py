@@ -114,7 +114,7 @@ def _dataset(indexed: Any, seq_length: int, seed: int) -> Any:
 
 
 def _expected(record: logging.LogRecord) -> bool:
-    """Keep the log free of megatron's remark that the indices are not written to files."""
+    """Drop megatron's remark that the indices are not written to files."""
     return "path_to_cache is None" not in record.getMessage()
 
 
@@ -182,11 +182,11 @@ class Batches:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken; refuse one of another order of samples."""
+        """Continue where ``state`` was taken; TrainError if it is of another order of samples."""
         now = self.state()
         missing = sorted({"consumed_samples", "data", "seed", "seq_length"} - state.keys())
         if missing:
-            raise TrainError(f"the checkpoint's data cursor lacks {', '.join(missing)}")
+            raise TrainError(f"the checkpoint's data cursor has no {', '.join(missing)}")
         faults = [
             f"{_NAMES[key]} {_shown(state, key)} in the checkpoint, {_shown(now, key)} now"
             for key in _NAMES

@@ -151,9 +151,9 @@ def exchange(nproc: int) -> Finding:
         why = next((x.strip() for x in said.splitlines() if "Error: " in x), said.strip()[-200:])
         return Finding(
             PROBLEM, "exchange", f"{nproc} ranks could not exchange data: {why}",
-            ("NCCL_DEBUG=INFO says where NCCL stops, NCCL_P2P_DISABLE=1 leaves out links between "
-             "GPUs that the machine only pretends to have", "where a host has several interfaces "
-             "or its name does not resolve: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"),
+            ("NCCL_DEBUG=INFO says where NCCL stops, NCCL_P2P_DISABLE=1 leaves out links "
+             "between GPUs that the machine reports but does not have", "where a host has several "
+             "interfaces or its name does not resolve: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"),
         )  # fmt: skip
     found = json.loads(lines[-1])
     if found["ranks"] == 1:
@@ -167,7 +167,7 @@ def exchange(nproc: int) -> Finding:
 def disk(folder: Path, checkpoint: int | None, kept: int | None) -> list[Finding]:
     """How fast ``folder`` takes a checkpoint, and whether it has room for one; bytes.
 
-    Writes at most ``WRITE_BYTES`` or for ``WRITE_SECONDS`` into a file that is gone afterwards.
+    Writes at most ``WRITE_BYTES`` or for ``WRITE_SECONDS`` into a file, and removes it.
     """
     there = folder
     while not there.is_dir():  # a folder to be made lies on its parent's disk
@@ -183,8 +183,8 @@ def disk(folder: Path, checkpoint: int | None, kept: int | None) -> list[Finding
     level, fixes = OK, []
     if speed < SLOW_DISK:
         level = WARNING
-        fixes.append("a local disk or a parallel file system for --save-dir; saves run beside "
-                     "training, so that a longer --save-interval helps too")  # fmt: skip
+        fixes.append("a local disk or a parallel file system for --save-dir; saves run while "
+                     "training continues, so a longer --save-interval helps too")  # fmt: skip
     if checkpoint is not None:
         what += f"; a checkpoint of {checkpoint / GIB:.1f} GiB takes {checkpoint / speed:.0f} s"
         need = checkpoint * ((kept or 1) + 1)  # the newest is written before the oldest goes

@@ -26,8 +26,8 @@ def vocabulary(vocab: int, tp: int, multiple: int) -> Finding:
         return Finding(OK, "vocabulary", f"{vocab} rows divide over tp={tp}")
     extra = padded - vocab
     what = (
-        f"{vocab} rows are no multiple of {multiple} x tp={tp}: padded to {padded}, "
-        f"{extra / vocab:.1%} more; padded rows never count, and merged checkpoints lack them"
+        f"{vocab} rows are not a multiple of {multiple} x tp={tp}: padded to {padded}, "
+        f"{extra / vocab:.1%} more; padding rows never count, and merged checkpoints have none"
     )
     if extra / vocab < 0.1:
         return Finding(NOTE, "vocabulary", what)
@@ -45,7 +45,7 @@ def local_ranks(config: TrainConfig) -> int:
 
 
 def layout(config: TrainConfig, model: Model | None, machine: Machine) -> list[Finding]:
-    """Links under the layout, and what the model makes of it."""
+    """The layout's links, and whether the layout suits the model."""
     p = config.parallelism
     findings = []
     if machine.topology is not None:

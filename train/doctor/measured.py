@@ -31,7 +31,7 @@ class StepTimes:
     schedule: float = 0.0  # of that the pipeline's schedule
     compute: float = 0.0  # of that the passes of micro-batches themselves
     optimizer: float = 0.0
-    saving: bool = False  # a checkpoint was being written beside it
+    saving: bool = False  # a checkpoint was being written at the same time
 
     @property
     def other(self) -> float:
@@ -112,11 +112,11 @@ def report(
     slow: Slow | None,
     crowded: bool = False,
 ) -> StepReport:
-    """Phases of a step over all ranks, in their order, and the advice that they call for.
+    """The phases of a step over all ranks, in their order, and advice.
 
     Without ``slow`` the times are those of usual steps until ``step``, and there are lines only
     where a fix is due. ``crowded``: ranks share CPU cores, so that a wait may be for a core. A slow
-    step says nothing of bubbles and stages, which every step has.
+    step says nothing about bubbles and stages, which every step has.
     """
     if slow is not None:
         findings = [*_why_slow(config, times, slow)]
@@ -181,7 +181,7 @@ def _uneven(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Ite
     held = config.parallelism.pp_layers or even_split(layers, pp)
     if config.parallelism.virtual_pp_layers is not None:
         fix = (
-            "interleaved stages are equal: --pp-layers in place of --virtual-pp-layers can even "
+            "interleaved stages are equal: --pp-layers instead of --virtual-pp-layers can even "
             "them out"
         )
     elif at == pp - 1:
@@ -191,7 +191,7 @@ def _uneven(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Ite
         if heaviest(better, head) > GAIN * heaviest(held, head):
             return  # whole layers allow no better
         fix = (
-            f"--pp-layers {listed(better)} in place of {listed(held)}: the output layer costs "
+            f"--pp-layers {listed(better)} instead of {listed(held)}: the output layer costs "
             f"{head:.1f} layers"
         )
     else:
@@ -201,7 +201,7 @@ def _uneven(config: TrainConfig, times: Sequence[StepTimes], layers: int) -> Ite
         if held[at] == 1 or max(after) > GAIN * slowest:
             return
         counts = [n + (stage == to) - (stage == at) for stage, n in enumerate(held)]
-        fix = f"--pp-layers {listed(counts)} in place of {listed(held)}"
+        fix = f"--pp-layers {listed(counts)} instead of {listed(held)}"
     yield Finding(
         WARNING, "stages", f"seconds of computing per stage: {shown}; stage {at + 1} makes the "
         "others wait", (fix,),
@@ -251,7 +251,7 @@ def _why_slow(config: TrainConfig, times: Sequence[StepTimes], slow: Slow) -> It
              "and train-ckpt doctor on each machine",),
         )  # fmt: skip
     if any(t.saving for t in times):
-        yield Finding(NOTE, "saving", "a checkpoint was being written beside this step", _DISK)
+        yield Finding(NOTE, "saving", "a checkpoint was being written during this step", _DISK)
 
 
 def _own_fault(now: StepTimes, slow: Slow) -> Finding:

@@ -1,4 +1,4 @@
-"""What a rank's memory says when it did not suffice, and what lowers it."""
+"""What a rank that ran out of memory says: the numbers, and what lowers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .findings import divisor_below, gib, listed
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device's memory at the moment when it did not suffice; bytes, None where unknown."""
+    """A device's memory at the moment when it ran out; bytes, None if unknown."""
 
     total: int | None = None
     allocated: int | None = None  # held by tensors
@@ -98,7 +98,7 @@ def _smaller_micro_batch(config: TrainConfig) -> str:
     if pp > 1:
         held = f" (the first of {pp} stages holds {min(pp, batch.num_micro_batches)} at a time)"
     return (
-        f"more, smaller micro-batches: --micro-batch-size {half} in place of "
+        f"more, smaller micro-batches: --micro-batch-size {half} instead of "
         f"{batch.micro_batch_size} at the same global batch {less} activations{held}"
     )
 
@@ -110,7 +110,7 @@ def _lighter_first_stage(held: Sequence[int]) -> list[str]:
     last = len(held) - 1
     to = min(range(1, len(held)), key=lambda stage: (held[stage] + (stage == last), stage))
     counts = [n + (stage == to) - (stage == 0) for stage, n in enumerate(held)]
-    return [f"--pp-layers {listed(counts)} in place of {listed(held)}: fewer layers on the stage "
+    return [f"--pp-layers {listed(counts)} instead of {listed(held)}: fewer layers on the stage "
             "that holds the most micro-batches"]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` says of this machine: GPUs, their memory, their links.
+"""What ``nvidia-smi`` says about this machine: GPUs, their memory, their links.
 
 Imports nothing heavy.
 """

@@ -26,11 +26,11 @@ def bubble(
                f"makes {expected:.0%} unavoidable"  # fmt: skip
     if share < LARGE_BUBBLE or pp == 1:
         return Finding(OK, "bubble", what)
-    if expected < LARGE_BUBBLE:  # what the layout makes of it is small: the rest is no bubble
+    if expected < LARGE_BUBBLE:  # the layout's own bubble is small: the rest is something else
         return Finding(
             WARNING, "bubble", f"{what}; the rest is exchange between stages, or a slow rank",
-            ("larger micro-batches, whose passes outlast their exchange",
-             "train-ckpt doctor on each machine tries the links"),
+            ("larger micro-batches, whose passes take longer than the exchange",
+             "train-ckpt doctor on each machine tests the links"),
         )  # fmt: skip
     return Finding(WARNING, "bubble", what, tuple(_bubble_fixes(config, layers)))
 

@@ -1,4 +1,4 @@
-"""What ``nvidia-smi topo -m`` says of the links between a machine's GPUs and network cards.
+"""What ``nvidia-smi topo -m`` says about the links between a machine's GPUs and network cards.
 
 The matrix has a column per device and names each link by the slowest part on the way: ``NV#`` for
 # bonded NVLinks (through NVSwitch too), else what PCIe traffic crosses. Tensor parallelism
@@ -79,7 +79,7 @@ class Topology:
     def link(self, a: int | str, b: int | str) -> Link:
         """The link between two devices, GPUs by number and cards by name."""
         first, second = (self._index(device) for device in (a, b))
-        if first >= len(self.rows):  # cards may lack rows of their own
+        if first >= len(self.rows):  # cards may have no rows of their own
             first, second = second, first
         return Link(self.rows[first][second])
 
@@ -181,7 +181,7 @@ def _row(words: Sequence[str], count: int) -> tuple[str, ...]:
     links = tuple(words[1 : count + 1])
     bad = [link for link in links if not _LINK.match(link)]
     if bad or len(links) < count:
-        what = f"{bad[0]} is no link that is known" if bad else f"{len(links)} links"
+        what = f"{bad[0]} is not a known link" if bad else f"{len(links)} links"
         raise TrainError(f"topology: row {words[0]}: {what}; {count} links are expected")
     return links
 

@@ -36,7 +36,7 @@ def build(
 ) -> list[GPTModel]:
     """This rank's part of the model, randomly initialized: one GPTModel per virtual stage.
 
-    Parameters lie on ``device`` in the type that ``options`` says; their names and shapes
+    Parameters lie on ``device`` in the type that ``options`` names; their names and shapes
     are those that ``ckpt.family.place`` gives this rank (see ``stored_parameters``). Called with
     ``labels`` a chunk of the last stage returns each token's loss [B, S] in fp32, without them
     the logits [B, S, V]; padded vocabulary rows have a logit of minus infinity in both.
@@ -45,7 +45,7 @@ def build(
     said = read(model)
     config = config_of(said, layout, options)
     if options.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it said
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
     chunks = layout.chunks(model.sizes["layer"])[place.pp_rank]
     import_megatron("parallel_state").set_virtual_pipeline_model_parallel_world_size(
@@ -89,7 +89,7 @@ def _build_chunk(
     # megatron makes position embeddings on the CPU and in fp32, and expects this call
     chunk.to(device=device, dtype=config.params_dtype)
     if said.rope:
-        # megatron's cache of angles belongs to the class and would keep the whole model for good
+        # megatron's cache of angles belongs to the class and would never free the model
         rotary: Any = chunk.rotary_pos_emb
         angles = functools.partial(type(rotary).forward.__wrapped__, rotary)
         rotary.forward = functools.lru_cache(maxsize=32)(angles)
@@ -179,7 +179,7 @@ def _set_frequencies(
 ) -> None:
     """Rotary frequencies scaled as transformers scales them.
 
-    megatron has llama3's scaling with constants of its own in place of the config's.
+    megatron's llama3 scaling has constants of its own, not the config's.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -225,7 +225,7 @@ def _finish_logits(chunk: GPTModel, vocab: int, padded: int, softcap: float | No
             logits = torch.tanh(logits / softcap) * softcap
         width = logits.shape[-1]
         first = 0 if width == padded else rank * width
-        real = max(0, vocab - first)  # columns that are true vocabulary
+        real = max(0, vocab - first)  # columns of real vocabulary rows
         if real < width:
             logits[..., real:] = -torch.inf
         return logits, bias

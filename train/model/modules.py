@@ -162,7 +162,7 @@ class CoreAttention(torch.nn.Module):
         visible: torch.Tensor | None,
         dropout: float,
     ) -> torch.Tensor:
-        """Attention whose scores go through tanh: no fused kernel does, so they are held."""
+        """Attention whose scores go through tanh: no fused kernel does this; they are kept."""
         assert self.softcap is not None
         assert visible is not None
         scores = q @ self._expand(q, k).transpose(2, 3) * self.scale  # [B, N, S, S]

@@ -91,7 +91,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What rows and config say of a model's forward pass."""
+    """What rows and config say about a model's forward pass."""
 
     model: Model
     traits: Traits
@@ -117,7 +117,7 @@ class Said:
 
     @property
     def padding_token(self) -> int | None:
-        """The token whose embedding transformers never trains (its head row it does)."""
+        """The token whose embedding transformers never trains (its row of the head it trains)."""
         pad = self.value("pad_token_id")
         if pad is None or self.traits.trains_padding:
             return None
@@ -132,7 +132,7 @@ class Said:
 
 
 def read(model: Model) -> Said:
-    """Rows and config side by side; TrainError with all that cannot be expressed."""
+    """Rows and config side by side; TrainError with everything that cannot be expressed."""
     name = model.family.name
     if name not in _FAMILIES:
         raise TrainError(

@@ -2,7 +2,7 @@
 
 megatron-core asks for ``device="cuda"``, CUDA streams and CUDA's random state by name. None of
 that decides what it computes, so ``install`` answers each request with the CPU's counterpart.
-It changes this process for good and belongs to processes that train on CPU alone; nothing here
+It changes this process until it ends, so it is only for processes that train on CPU; nothing here
 is imported where a GPU is used.
 """
 
@@ -41,7 +41,7 @@ def install() -> None:
     global _mode
     if _mode is not None:
         return
-    assert not torch.cuda.is_available(), "the CPU redirections must not meet a GPU"
+    assert not torch.cuda.is_available(), "the CPU redirections are for machines without a GPU"
     if "megatron.core" in sys.modules:
         raise TrainError(
             "megatron.core was imported before training on CPU was set up, so it is bound to "
@@ -202,7 +202,7 @@ def _isend_of_a_copy(isend: Callable[..., object]) -> Callable[..., object]:
     """Send a copy, and keep it until it is sent.
 
     The pipeline schedules free a tensor's storage as soon as its send is queued. NCCL's stream
-    order makes that safe; gloo would send whatever comes to lie there.
+    order makes that safe; gloo would send what is in that memory later.
     """
     under_way: deque[tuple[object, torch.Tensor]] = deque()
 

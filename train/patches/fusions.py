@@ -28,7 +28,7 @@ def install() -> None:
         replace(layers.__name__, "_grad_accum_fusion_available", True)
     rope = import_megatron("models.common.embeddings.rope_utils")
     if rope.fused_apply_rotary_pos_emb is None:
-        # one kernel in place of a dozen, and cosines that are computed once
+        # one kernel instead of a dozen, and cosines that are computed once
         replace(rope.__name__, "fused_apply_rotary_pos_emb", rotate)
     language = import_megatron("models.common.language_module.language_module")
     if language.te_parallel_cross_entropy is None:

@@ -38,7 +38,7 @@ def wait_for(thread: threading.Thread) -> None:
     """Record nothing before that thread ends: it allocates memory that the GPU can reach.
 
     An allocation may wait for the GPU. If that waits in a recorded collective for another rank,
-    which cannot launch while it allocates, neither goes on, and no timeout sees it.
+    which cannot launch while it allocates, both wait for ever, and no timeout sees it.
     """
     _awaited.append(thread)
 
@@ -47,9 +47,9 @@ _live: weakref.WeakSet[LayerGraphs] = weakref.WeakSet()
 
 
 def release() -> None:
-    """Drop all recordings of this process, for good.
+    """Drop all recordings of this process; none is made again.
 
-    NCCL waits, when a communicator is destroyed, for every recording that uses it to be gone.
+    When a communicator is destroyed, NCCL waits until every recording that uses it is gone.
     """
     for replayed in list(_live):
         replayed.release()
@@ -106,13 +106,13 @@ class LayerGraphs:
 
     layers: Sequence[TransformerLayer]
     most: int  # micro-batches under way at once
-    needed: bool = False  # raise where recording fails, in place of a warning
+    needed: bool = False  # raise if recording fails, instead of a warning
     ordinary: list[Callable[..., Any]] = field(default_factory=list)
     recordings: list[_Recording] = field(default_factory=list)
     call: _Call | None = None  # that which is recorded, or will be
     count: int = 0  # calls of the schedule that it has been seen in
     seen: bool = False  # in this call of the schedule
-    replaying: bool = False  # whether the first layer has stood in for all
+    replaying: bool = False  # whether the first layer has run all of them
     failed: bool = False  # a recording: none is tried again
 
     def __post_init__(self) -> None:
@@ -137,8 +137,8 @@ class LayerGraphs:
                 if self.needed:
                     raise
                 warnings.warn(
-                    f"CUDA graphs: these layers cannot be recorded ({error}); training goes on "
-                    "without",
+                    f"CUDA graphs: these layers cannot be recorded ({error}); training "
+                    "continues without them",
                     stacklevel=2,
                 )
                 self.recordings.clear()
@@ -257,7 +257,7 @@ class _Replay(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _stand_ins(layers: Sequence[torch.nn.Module]) -> Iterator[list[torch.nn.Parameter]]:
-    """Other parameters over the same memory, in place of those that get gradients.
+    """Replace the parameters that get gradients with others over the same memory.
 
     autograd binds a parameter to the stream on which it was first used, which is not the one
     that records. Without ``grad_added_to_main_grad`` megatron makes no gradient for a weight

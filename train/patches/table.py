@@ -1,7 +1,7 @@
 """Every name of torch and megatron-core that the trainer replaces, or relies on though private.
 
 megatron-core is pinned, torch is not. tests/test_patches.py asserts each row, so that an update of
-either fails with the name. ``replace`` is the one way to put a stand-in in a module's place.
+either fails with the name. ``replace`` is the one way to replace a name of a module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory and time of one layout, by arithmetic over a model's sizes.
 
 Memory is the peak that ``torch.cuda.max_memory_allocated`` would show on a rank, by part; what
-CUDA and NCCL take beside it is a part of its own. The activations of a layer follow Korthikanti
+CUDA and NCCL take besides it is a part of its own. The activations of a layer follow Korthikanti
 et al. 2022, "Reducing activation recomputation in large transformer models", section 4, with what
 this trainer adds (rotated queries and keys) and what it never has (the matrix of scores). Micro-
 batches under way follow Narayanan et al. 2021, "Efficient large-scale language model training on
@@ -120,7 +120,7 @@ class Memory:
     masters: float
     moments: float
     activations: float
-    logits: float  # or the backward pass of a layer, whichever is more: see `memory`
+    logits: float  # or the backward pass of a layer, the larger of the two: see `memory`
     buffers: float  # what travels between stages
     outside: float  # CUDA, NCCL and gaps; max_memory_allocated does not show them
 
@@ -212,10 +212,10 @@ def stage_parameters(shape: Shape, weights: Weights, layout: RunLayout, stage: i
 def layer_bytes(shape: Shape, tp: int = 1, sequence_parallel: bool = False) -> float:
     """What one layer keeps of one token for its backward pass.
 
-    Whole on every tp rank, but with sequence parallelism: inputs and outputs of the norms, a byte
-    for each dropped element. Split over tp: the products' outputs and what attention keeps. For
-    GELU, dropout and q = kv = h, f = 4 h that is h (10 + 24 / t) of Korthikanti et al., equation
-    2, and 34 h / t with sequence parallelism, apart from attention's 4 bytes per head.
+    Whole on every tp rank, except with sequence parallelism: inputs and outputs of the norms, and
+    a byte for each element under dropout. Split over tp: the products' outputs and what attention
+    keeps. For GELU, dropout and q = kv = h, f = 4 h that is h (10 + 24 / t) of Korthikanti et al.,
+    equation 2, and 34 h / t with sequence parallelism, apart from attention's 4 bytes per head.
     """
     h, q, kv, f = shape.h, shape.q, shape.kv, shape.f
     common = 8 * h + (2 * h if shape.dropout else 0) + (4 * h if shape.post_norms else 0)
@@ -305,7 +305,7 @@ def flops(shape: Shape, weights: Weights, layout: RunLayout, layers: int, head: 
 
 
 def _passes(shape: Shape, weights: Weights, layout: RunLayout, layers: int, head: bool) -> float:
-    """Bytes through the GPU's memory in one micro-batch beside what products hide.
+    """Bytes through the GPU's memory in one micro-batch, without those that matrix products hide.
 
     Activations are written, read, read again, and their gradients written and read; fp32
     gradients are read and written per weight, bf16 weights read three times.

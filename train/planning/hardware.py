@@ -3,7 +3,7 @@
 Figures are the vendors' data sheets: dense bf16 peak (no sparsity), memory bandwidth, and link
 bandwidth per GPU and direction. Memory is what a process can allocate of it, which is a little
 less than the name says. A network is not a property of a GPU: the column holds what its usual
-machine has for each GPU, and ``--network-bandwidth`` says otherwise. Imports nothing heavy.
+machine has for each GPU; ``--network-bandwidth`` overrides it. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def find(
     link_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
 ) -> GPU:
-    """The GPU of that name, with what is given in place of the table's figures.
+    """The GPU of that name; given values replace the table's figures.
 
     Bytes, bytes per second and operations per second. A GPU that is not in the table needs
-    memory, bandwidth and peak; its links count as PCIe of 25 GB/s unless ``link_bandwidth`` says
-    otherwise. TrainError names what is missing.
+    memory, bandwidth and peak; without ``link_bandwidth`` its links count as PCIe of 25 GB/s.
+    TrainError names what is missing.
     """
     keys = {_key(known): known for known in GPUS} | _ALIASES
     known = keys.get(_key(name))
@@ -99,7 +99,7 @@ def find(
         assert memory is not None
         assert bandwidth is not None
         assert peak is not None
-        # anything faster than PCIe 5 is NVLink or its like
+        # anything faster than PCIe 5 is NVLink or similar
         fast = link_bandwidth is not None and link_bandwidth > 64e9
         found = GPU(name, memory, bandwidth, peak, NVLINK if fast else PCIE, 25e9, 12.5e9)
     else:

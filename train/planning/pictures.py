@@ -33,7 +33,7 @@ _LABELS = {
 SHOWN = 8  # micro-batches of the timeline: more are too thin to see
 _BACKWARD_TIME = 2.0  # of a forward pass
 PASSES = 48  # of a stage in each direction: the same for interleaved pipelines
-# In grey every forward pass is lighter than every backward pass, whatever the chunk.
+# In grey every forward pass is lighter than every backward pass, in all chunks.
 _FORWARD = ("#dbe9f6", "#84b0dc")  # of the first and of the last chunk
 _BACKWARD = ("#c25a14", "#4f1f00")
 
@@ -92,7 +92,7 @@ def timeline(pp: int, count: int, chunks: int = 1) -> list[list[TimedPass]]:
                 passes_of[stage].append((kind, micro, chunk, start, end))
                 todo[stage].pop(0)
                 moved = True
-        assert moved, "the schedule waits for itself"
+        assert moved, "the schedule can never end"
     return passes_of
 
 
@@ -115,7 +115,7 @@ def _before(
 
 
 def draw(result: Result, path: Path, top: int = 8) -> None:
-    """Write both pictures as one file, in the form of its suffix; TrainError where it cannot be."""
+    """Write both pictures as one file, in the form of its suffix; TrainError if it cannot be."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -147,7 +147,7 @@ def figure(result: Result, top: int = 8) -> Any:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """As SVG, or as PNG with a palette, which a third of the bytes suffice for."""
+    """As SVG, or as PNG with a palette, which takes a third of the bytes."""
     if path.suffix == ".svg":
         figure.savefig(path, metadata={"Date": None})  # the same search is the same file
         return

@@ -13,7 +13,7 @@ from .search import Candidate, Request, Result, read_model, search
 
 
 def explain(result: Result) -> str:
-    """Three sentences: what fits, what it costs, what the next best lacks."""
+    """Three sentences: what fits, what it costs, and what is worse about the next best."""
     best, cluster = result.best, result.request.cluster
     p, t = best.layout, best.time
     room = cluster.gpu.memory
@@ -115,7 +115,7 @@ def commands(result: Result, path: str | None) -> list[str]:
     return [" ".join(words), " ".join(shard)]
 
 
-_REST = ("--steps", "1000", "--save-dir", "run")  # what no layout says
+_REST = ("--steps", "1000", "--save-dir", "run")  # what a layout does not say
 
 
 def beside_file(result: Result, path: str | None, file: str) -> list[str]:
@@ -199,7 +199,7 @@ GUIDE: tuple[tuple[str, int, tuple[int, int, int]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class GuideRow:
-    """A line of the guide's table beside what is found here."""
+    """A line of the guide's table, and what is found here."""
 
     size: str
     gpus: int

@@ -2,7 +2,7 @@
 
 A layout is valid under the product's own rules: heads and vocabulary divide over tp, layers over
 stages, the batch over data-parallel ranks and micro-batches, and tensor-parallel ranks share a
-machine. Whatever is invalid is left out with its reason, for the case that nothing is left.
+machine. Invalid layouts are left out; the reasons are kept for the case that no layout is left.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Sorts alike layouts: less recomputation, fewer ways of splitting."""
+        """Sorts equally fast layouts: less recomputation, fewer ways of splitting first."""
         p = self.layout
         return (p.recompute == "full", p.pp, p.tp, p.chunks, p.sequence_parallel)
 
@@ -178,7 +178,7 @@ def layouts(shape: Shape, weights: dict[int, Weights], request: Request) -> Iter
 
 
 def _uneven(shape: Shape, weights: Weights, pp: int) -> tuple[int, ...] | None:
-    """Stages where layers do not divide: all alike but the last, which the YAML can say."""
+    """Stages if layers do not divide: all equal but the last, as Accelerate's YAML can say it."""
     if shape.layers % pp == 0 or pp == 1:
         return None
     best = balanced(shape.layers, pp, weights.head / weights.layer)
@@ -216,7 +216,7 @@ def _interleaves(shape: Shape, base: RunLayout, count: int, chunks: int) -> bool
 
 
 def search(model: Model, name: str, request: Request) -> Result:
-    """Every valid layout with its estimates; TrainError where there is none."""
+    """Every valid layout with its estimates; TrainError if there is none."""
     check(request, model)
     shape = estimate.shape_of(model, name)
     node = min(request.cluster.per_node, request.cluster.gpus)
@@ -301,6 +301,6 @@ def does_not_fit(result: Result, model: Model, name: str) -> str:
     return (
         f"{result.shape.name} ({result.parameters / 1e9:.1f}B) does not fit on {cluster.gpus} x "
         f"{cluster.gpu.name}: the smallest layout, {least.layout.short}, needs {need / GIB:.1f} "
-        f"GiB per GPU of {room / GIB:.1f}, {(need - room) / GIB:.1f} too many; it would fit with "
-        f"{', or '.join(ways)}"
+        f"GiB of each GPU's {room / GIB:.1f}, {(need - room) / GIB:.1f} too many; it would fit "
+        f"with {', or '.join(ways)}"
     )

@@ -22,7 +22,7 @@ from . import network, stopping
 from .stopping import STOP_FILE, signals
 
 ARGUMENTS = "SHARDWRIGHT_ARGUMENTS"  # what a rank that we start is to do, as JSON
-# No C++ stack trace where machines do not meet; the agent unsets it for its ranks.
+# No C++ stack trace if machines do not find each other; the agent unsets it for its ranks.
 QUIET_AGENT = ("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
@@ -43,7 +43,7 @@ def launch(config: TrainConfig, argv: Sequence[str]) -> int:
         command += ["--standalone"]
     else:
         command += _meeting(launch)
-        print(f"waiting for {launch.num_machines} machines to meet at {launch.main_process_ip}:"
+        print(f"waiting for {launch.num_machines} machines to connect to {launch.main_process_ip}:"
               f"{launch.main_process_port}", file=sys.stderr, flush=True)  # fmt: skip
     command += ["-m", "shardwright.tools.train_ckpt"]
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
@@ -66,8 +66,8 @@ def _meeting(launch: Launch) -> list[str]:
     if launch.rdzv_backend == "static":
         return [*found, f"--node-rank={launch.machine_rank}", f"--master-addr={ip}",
                 f"--master-port={port}", f"--rdzv-conf=timeout={seconds}"]  # fmt: skip
-    # agents number themselves; the name keeps runs apart that meet at one store
-    # and the store is machine 0's, which torch would tell by a host name that need not resolve
+    # agents number themselves; the name keeps runs apart that use one store, which is on machine
+    # 0; torch would recognise that by a host name, which may not resolve
     return [*found, f"--rdzv-endpoint={ip}:{port}", f"--rdzv-id=shardwright-{port}",
             f"--rdzv-conf=is_host={int(network.is_here(ip))},join_timeout={seconds},"
             f"read_timeout={seconds}"]  # fmt: skip

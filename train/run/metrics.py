@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, a progress bar, TensorBoard events, a loss curve."""
+"""What a run writes: metrics.jsonl, a progress bar, TensorBoard events, a loss curve."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Metrics:
         """A step's numbers, and how the bar shows them."""
         self.note(row)
         if self._bar is not None:
-            with contextlib.suppress(OSError):  # a terminal that is gone ends no run
+            with contextlib.suppress(OSError):  # a closed terminal does not end the run
                 self._bar.set_postfix(shown, refresh=False)
                 self._bar.update(1)
 

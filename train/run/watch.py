@@ -70,7 +70,7 @@ class _Span:
 
 
 class _Ignored:
-    """The time of a name that nobody asks for."""
+    """A name whose time is not measured."""
 
     def start(self, barrier: bool = False) -> None: ...
 
@@ -142,7 +142,7 @@ class Watch:
             self._usual.append(self._last)
 
     def report_if_due(self, step: int, slow: bool) -> None:
-        """Say what usual steps advise, or the last one, where some rank found it ``slow``.
+        """Say what follows from usual steps, or from the last one if some rank found it ``slow``.
 
         Every rank calls it with the same arguments after the same step.
         """
@@ -162,10 +162,10 @@ class Watch:
 
     @contextmanager
     def advising(self, step: Callable[[], int]) -> Iterator[None]:
-        """Turn what allocator and collectives raise into errors that say where this rank was.
+        """Turn errors of the allocator and of collectives into ours, which say where this rank was.
 
-        ``step`` gives the one that is under way. Raises TrainError for lack of memory, and
-        LostRank where another rank is gone or did not come.
+        ``step()`` is the current step. Raises TrainError if memory ran out, and LostRank if another
+        rank has ended or did not come.
         """
         try:
             yield

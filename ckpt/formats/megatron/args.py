@@ -61,7 +61,7 @@ def model_from_args(
     model = model_from(config, origin)
     if options.vocab_size is None:
         notes.append(
-            f"true vocabulary size unknown; kept all {padded_vocab} rows (--vocab-size N or "
+            f"number of real vocabulary rows unknown; kept all {padded_vocab} (--vocab-size N or "
             "--config HF_DIR cuts them)"
         )
     return model, config, notes

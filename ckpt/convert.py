@@ -59,6 +59,8 @@ class ReshardOptions:
     allow_incomplete_args: bool = False  # write args of Megatron-LM that lack part of the model
     adam: str | None = None  # whose Adam megatron-core uses: fused or torch
     pp_layout: str | None = None  # Megatron-LM's layout string
+    ep: int | None = None  # ranks that share the experts
+    etp: int | None = None  # ranks that cut each expert
 
     def asked(self) -> list[str]:
         """The given options that not every format has."""
@@ -67,6 +69,8 @@ class ReshardOptions:
             "--dp": self.dp,
             "--pp-layers": self.pp_layers,
             "--pp-layout": self.pp_layout,
+            "--ep": self.ep,
+            "--etp": self.etp,
             "--vpp": self.vpp,
             "--safe-serialization": self.safe,
             "--make-vocab-size-divisible-by": self.vocab_multiple,
@@ -99,6 +103,8 @@ def reshard(
     allow_incomplete_args: bool = False,
     adam: str | None = None,
     pp_layout: str | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     **more: object,
@@ -108,8 +114,8 @@ def reshard(
     ``to`` is shards, megatron, torch_dist or hf. What is None stays as in the source (a Hugging
     Face source is tp 1, pp 1 and becomes shards). ``dp`` splits the optimizer state over that many
     ranks, ``pp_layers`` gives the layers of each stage, ``vpp`` the virtual stages of each stage,
-    ``pp_layout`` both as Megatron-LM's layout string.
-    ``dtype`` casts the weights.
+    ``pp_layout`` both as Megatron-LM's layout string; ``ep`` spreads experts over that many ranks,
+    ``etp`` cuts each (default: as ``tp``). ``dtype`` casts the weights.
     ``use_distributed_optimizer`` picks the form of Megatron-LM's optimizer state.
     ``max_shard_size`` (bytes, or "5GB") and ``from_master`` belong to hf, see `merge`. A model that
     Megatron-LM's args cannot describe is refused without ``allow_incomplete_args``. ``adam`` names
@@ -139,6 +145,8 @@ def reshard(
         allow_incomplete_args,
         adam,
         pp_layout,
+        ep,
+        etp,
     )
     return _run(source, output, options, read, run)
 
@@ -291,7 +299,8 @@ def _check_applies(options: ReshardOptions) -> None:
 def _target(ckpt: Checkpoint, to: ReshardOptions) -> Target:
     """The new layout; what the user does not give is as in the source."""
     model = ckpt.need_model()
-    for name, value in (*to.axes.items(), ("dp", to.dp), ("vpp", to.vpp)):
+    ranks = {**to.axes, "dp": to.dp, "vpp": to.vpp, "ep": to.ep, "etp": to.etp}
+    for name, value in ranks.items():
         if value is not None and value < 1:
             raise CheckpointError(f"--{name} {value}: must be at least 1")
         if value is not None and value > MAX_AXIS:
@@ -343,7 +352,13 @@ def _mesh(ckpt: Checkpoint, to: ReshardOptions, sizes: dict[str, int]) -> Mesh:
         stages = interleaved(layers, sizes["pp"], to.vpp)
     elif asked is None:
         stages, mtp = ckpt.mesh.stages.get("pp"), ckpt.mesh.mtp
-    return build_mesh(model, named_axes(sizes), stages, mtp)
+    experts = ckpt.mesh.experts
+    ep, etp = to.ep, to.etp
+    if experts is not None:
+        ep = experts.size("ep") if ep is None else ep
+        if etp is None and experts.size("tp") != ckpt.mesh.size("tp"):
+            etp = experts.size("tp")  # it was chosen; else it follows tp
+    return build_mesh(model, named_axes(sizes), stages, mtp, ep=ep or 1, etp=etp)
 
 
 def _is_bin(ckpt: Checkpoint) -> bool:

@@ -27,7 +27,7 @@ def describe(ckpt: Checkpoint) -> dict[str, object]:
         "path": str(ckpt.path),
         "format": ckpt.format,
         "family": model.family.name if model else None,
-        "mesh": {**dict(ckpt.mesh.axes), "dp": ckpt.dp},
+        "mesh": {**dict(ckpt.mesh.axes), "dp": ckpt.dp, **_expert_axes(ckpt)},
         "optimizer_sharded": ckpt.sharded,
         "pp_layers": [len(owned) for owned in ckpt.mesh.owned.get("pp", ())],
         "layout": ckpt.layout,
@@ -54,6 +54,11 @@ def describe(ckpt: Checkpoint) -> dict[str, object]:
         "side_files": [side.name for side in ckpt.manifest.side_files],
         "notes": ckpt.notes + ([ckpt.unread_optimizer] if ckpt.unread_optimizer else []),
     }
+
+
+def _expert_axes(ckpt: Checkpoint) -> dict[str, int]:
+    experts = ckpt.mesh.experts
+    return {} if experts is None else {"ep": experts.size("ep"), "etp": experts.size("tp")}
 
 
 def _spans(numbers: tuple[int, ...]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .checkpoint.types import Checkpoint
 from .errors import CheckpointError
 from .formats.native.names import NAME as SHARDS
+from .model.mesh import Mesh
 from .model.target import Target
 from .move.storage import StoragePath, Where, storage_path
 
@@ -36,10 +37,20 @@ def default_output(source: Where, ckpt: Checkpoint, target: Target | None, write
         stem, folder = cached, Path.cwd()
     else:
         stem, folder = named.name if ckpt.path.is_dir() else named.stem, Path(named.parent)
-    axes = target.mesh.axes if target is not None else ()
+    axes = _named(target.mesh) if target is not None else ()
     same = writer.TO in (ckpt.format, SHARDS) and target is not None
     kind = "" if same else f"-{writer.TO}"
     return folder / (stem + kind + "".join(f"-{axis}{size}" for axis, size in axes))
+
+
+def _named(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh, and those of its experts that differ from them."""
+    experts = mesh.experts
+    if experts is None:
+        return mesh.axes
+    etp = experts.size("tp")
+    more = (("ep", experts.size("ep")), ("etp", etp))
+    return (*mesh.axes, *more[: 1 if etp == mesh.size("tp") else 2])
 
 
 def _as_typed(source: Where, found: StoragePath) -> StoragePath:

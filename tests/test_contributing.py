@@ -134,22 +134,22 @@ def test_the_axis_recipe_gives_an_axis_that_files_are_split_over(
     text, count = re.subn(r"^AXES\b.*\n", line, mesh.read_text(), flags=re.MULTILINE)
     assert count == 1
     mesh.write_text(text)
-    path = "ckpt/families/experts.py"
+    path = "ckpt/families/groups.py"
     (package / "shardwright" / path).write_text(snippet(path))
-    config = {"model_type": "experts", "num_hidden_layers": 2, "num_experts": 4,
+    config = {"model_type": "groups", "num_hidden_layers": 2, "num_groups": 4,
               "hidden_size": 4, "intermediate_size": 6, "vocab_size": 8}  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)
     }  # fmt: skip
-    shapes |= {f"model.layers.{i}.experts.{e}.weight": (6, 4) for i in (0, 1) for e in range(4)}
+    shapes |= {f"model.layers.{i}.groups.{e}.weight": (6, 4) for i in (0, 1) for e in range(4)}
     write_hf(tmp_path / "hf", config, shapes)
-    run(package, tool("reshard"), str(tmp_path / "hf"), "--tp", "2", "--pp", "2", "--ep", "2")
-    shards = tmp_path / "hf-tp2-pp2-ep2"
-    held = load_file(shards / "model_tp_1_pp_0_ep_1.safetensors")
-    full = unique(shapes)["model.layers.0.experts.2.weight"]
-    assert np.array_equal(held["decoder.layers.0.mlp.experts.2.weight"], full[3:])
-    assert "decoder.layers.0.mlp.experts.0.weight" not in held
-    run(package, tool("reshard"), str(shards), "--tp", "1", "--pp", "1", "--ep", "4",
+    run(package, tool("reshard"), str(tmp_path / "hf"), "--tp", "2", "--pp", "2", "--gp", "2")
+    shards = tmp_path / "hf-tp2-pp2-gp2"
+    held = load_file(shards / "model_tp_1_pp_0_gp_1.safetensors")
+    full = unique(shapes)["model.layers.0.groups.2.weight"]
+    assert np.array_equal(held["decoder.layers.0.mlp.groups.2.weight"], full[3:])
+    assert "decoder.layers.0.mlp.groups.0.weight" not in held
+    run(package, tool("reshard"), str(shards), "--tp", "1", "--pp", "1", "--gp", "4",
         "--output", str(tmp_path / "more"))  # fmt: skip
     run(package, tool("merge_ckpt"), str(tmp_path / "more"), "--output", str(tmp_path / "x"))
     assert same_tensors(tmp_path / "hf/model.safetensors", tmp_path / "x/model.safetensors")

@@ -55,6 +55,20 @@ def _add_layout(made: argparse.ArgumentParser) -> None:
         help="shard the optimizer state over N data-parallel ranks (default: as the source)",
     )
     made.add_argument(
+        "--ep",
+        "--expert-model-parallel-size",
+        type=int,
+        metavar="N",
+        help="ranks over which experts are spread (default: as the source)",
+    )
+    made.add_argument(
+        "--etp",
+        "--expert-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="ranks that cut each expert (default: as the source, else as --tp)",
+    )
+    made.add_argument(
         "--vpp",
         "--virtual-pipeline-model-parallel-size",
         type=int,
@@ -62,16 +76,16 @@ def _add_layout(made: argparse.ArgumentParser) -> None:
         help="virtual stages of each pipeline stage (default: 1)",
     )
     made.add_argument("--pp-layers", metavar="10,10,8", help="layers of each pipeline stage")
-
-
-def _add_output(made: argparse.ArgumentParser) -> None:
-    """Where the output goes, its format, and which values it holds."""
     made.add_argument(
         "--pp-layout",
         "--pipeline-model-parallel-layout",
         metavar="'Et*3|(tt|)*29,m|L'",
         help="layers of each virtual stage, in Megatron-LM's words",
     )
+
+
+def _add_output(made: argparse.ArgumentParser) -> None:
+    """Where the output goes, its format, and which values it holds."""
     made.add_argument(
         "--to",
         metavar="FORMAT",
@@ -141,12 +155,13 @@ def command(argv: Sequence[str], prog: str = "reshard") -> int:
     layers = _layers(args.pp_layers, made)
     source = options.checkpoint_of(args, made)
     axes = {axis: getattr(args, axis) for axis in AXES}
-    layout = (layers, args.dp, args.to, args.vpp, args.pp_layout, args.use_distributed_optimizer,
+    layout = (layers, args.dp, args.to, args.vpp, args.pp_layout, args.ep, args.etp,
+              args.use_distributed_optimizer,
               *axes.values())  # fmt: skip
     if all(value is None for value in layout):
         made.error(
-            "name the new layout: --tp, --pp, --pp-layers, --pp-layout, --vpp or --dp; or a "
-            "format: --to"
+            "name the new layout: --tp, --pp, --pp-layers, --pp-layout, --vpp, --ep, --etp or "
+            "--dp; or a format: --to"
         )
     from shardwright.ckpt import reshard
     from shardwright.ckpt.move.progress import parse_bytes
@@ -164,6 +179,8 @@ def command(argv: Sequence[str], prog: str = "reshard") -> int:
         to=args.to,
         vpp=args.vpp,
         pp_layout=args.pp_layout,
+        ep=args.ep,
+        etp=args.etp,
         use_distributed_optimizer=args.use_distributed_optimizer,
         max_shard_size=parse_bytes(args.max_shard_size) if args.max_shard_size else None,
         from_master=args.from_master,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import CheckpointError
 from .layer_kinds import LayerKinds
-from .mesh import Mesh, Shard, ShardByIndex, Stages
+from .mesh import EXPERT, Mesh, Shard, ShardByIndex, Stages
 from .pipeline import single, split_evenly
 
 Sizes = Mapping[str, int]  # symbol of a dims string -> elements
@@ -66,6 +66,7 @@ class Rule:
     pad: str = ""  # segment of dim 0 that is padded
     when: tuple[str, ...] = ()  # flags that must hold; "!flag" must not (see `Family.flags`)
     layers: str = ""  # the kind that a layer must be of (see `Family.kinds`)
+    mesh: str = ""  # EXPERT: cut by the mesh of the experts (Mesh.experts)
     checks: tuple[Check, ...] = ()
 
 
@@ -277,15 +278,34 @@ def build_mesh(
     axes: tuple[tuple[str, int], ...],
     stages: Stages | None = None,
     mtp: tuple[int, int] | None = None,
+    *,
+    ep: int = 1,
+    etp: int | None = None,
 ) -> Mesh:
     """A mesh in which each rank owns an equal share of layers (or other indices).
 
-    ``stages`` gives the layers of each rank of pp, ``mtp`` is the mesh's. Raises CheckpointError
-    for an axis of several ranks that cuts no row: all its ranks would hold the same.
+    ``stages`` gives the layers of each rank of pp, ``mtp`` is the mesh's; ``ep`` ranks share the
+    experts, ``etp`` cut each (None: as tp cuts the rest). Raises CheckpointError for an axis of
+    several ranks that cuts no row: all its ranks would hold the same.
     """
+    rules = model.rules()
+    dense = _one_mesh([r for r in rules if not r.mesh], model, axes, stages)
+    of_experts = [r for r in rules if r.mesh == EXPERT]
+    sizes = dict(axes)
+    if not of_experts:
+        if ep > 1 or etp not in (None, sizes.get("tp", 1)):
+            what = f"ep={ep}" if ep > 1 else f"etp={etp}"
+            raise CheckpointError(f"{what}: this model has no experts ({model.family.name})")
+        return replace(dense, mtp=mtp)
+    cut = (("tp", etp or sizes.get("tp", 1)), ("pp", sizes.get("pp", 1)), ("ep", ep))
+    return replace(dense, mtp=mtp, experts=_one_mesh(of_experts, model, cut, stages))
+
+
+def _one_mesh(
+    rules: Sequence[Rule], model: Model, axes: tuple[tuple[str, int], ...], stages: Stages | None
+) -> Mesh:
     found = {} if stages is None else {"pp": stages}
     used = {"pp"}
-    rules = model.rules()
     for axis, at in itertools.chain(*(rule.axes.items() for rule in rules)):
         used.add(axis)
         if isinstance(at, ShardByIndex) and axis not in found:
@@ -294,4 +314,4 @@ def build_mesh(
     for axis, size in axes:
         if size > 1 and axis not in used:
             raise CheckpointError(f"{axis}={size}: nothing of this model is split over {axis}")
-    return Mesh(axes, found, mtp)
+    return Mesh(axes, found)

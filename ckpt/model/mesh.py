@@ -6,9 +6,13 @@ Axes are only names here. An axis that a rule does not mention replicates.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ..errors import CheckpointError
+
+EXPERT = "expert"  # Rule.mesh of experts' tensors
 AXES: tuple[str, ...] = ("tp", "pp")  # of file names, in their order
 Coord = tuple[tuple[str, int], ...]  # (axis, rank) pairs in the mesh's order
 # rank of an axis -> its virtual stages -> the indices that each owns; a stage may be empty
@@ -37,6 +41,8 @@ class Mesh:
     stages: Mapping[str, Stages] = field(default_factory=dict)  # of each indexed axis
     # rank and virtual stage of the layers that predict further tokens; None: the last
     mtp: tuple[int, int] | None = None
+    # of the experts' tensors; its tp are the ranks that cut an expert (etp), ep spreads experts
+    experts: Mesh | None = None
 
     @property
     def owned(self) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -49,6 +55,37 @@ class Mesh:
     def size(self, axis: str) -> int:
         """Ranks along ``axis``; 1 for an axis that the mesh does not have."""
         return dict(self.axes).get(axis, 1)
+
+    def parts(self) -> Iterator[tuple[Mesh, str]]:
+        """The meshes of a model, with the name that rows call each by (``Rule.mesh``)."""
+        yield self, ""
+        if self.experts is not None:
+            yield self.experts, EXPERT
+
+    def label(self, axis: str) -> str:
+        """What messages call an axis: the tp of experts is etp."""
+        return "etp" if axis == "tp" and "ep" in dict(self.axes) else axis
+
+    def expert_dp(self, dp: int) -> int:
+        """The data-parallel replicas of each expert where other tensors have ``dp``.
+
+        CheckpointError if the ranks do not divide, as in megatron-core.
+        """
+        assert self.experts is not None
+        etp, ep = self.experts.size("tp"), self.experts.size("ep")
+        ranks = self.size("tp") * dp
+        if ranks % (etp * ep):
+            raise CheckpointError(
+                f"tp={self.size('tp')} x dp={dp} are {ranks} ranks of each pipeline stage, which "
+                f"do not divide over etp={etp} x ep={ep}; choose dp as a multiple of "
+                f"{etp * ep // math.gcd(etp * ep, self.size('tp'))}"
+            )
+        return ranks // (etp * ep)
+
+    def all_coords(self) -> Iterator[Coord]:
+        """The coordinates of all meshes."""
+        for mesh, _ in self.parts():
+            yield from mesh.coords()
 
     def coords(self) -> Iterator[Coord]:
         """Every rank's coordinate, last axis fastest."""

@@ -38,7 +38,9 @@ class Piece:
     fqn: str
     box: Box  # in the logical tensor's coordinates
     stored: Box  # in the rank's stored tensor's coordinates
-    dims: tuple[int, ...]  # logical dim d lies along stored dim dims[d]
+    dims: tuple[int, ...]  # logical dim d lies along stored dim dims[d]; -1: it has one place there
+    # logical dim whose place is the stored tensor's number of that name -> the name
+    index: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Placed:
         """
         steps = row_major(self.shape)
         first = sum(o * s for o, s in zip(piece.stored.offsets, steps, strict=True))
-        return base + first * itemsize, tuple(steps[dim] for dim in piece.dims)
+        return base + first * itemsize, tuple(0 if dim < 0 else steps[dim] for dim in piece.dims)
 
     def clip(self, start: int, stop: int) -> list[Piece]:
         """The pieces of the row-major range ``[start, stop)``; coordinates stay the same."""
@@ -94,16 +96,24 @@ class Placed:
             name = names.get(piece.fqn)
             if name is None:
                 name = names[piece.fqn] = fill(piece.fqn, numbers)
-            yield Piece(name, piece.box, piece.stored, piece.dims)
+            box = piece.box
+            if piece.index:
+                offsets = list(box.offsets)
+                for dim, of in piece.index:
+                    offsets[dim] = numbers[of]
+                box = Box(tuple(offsets), box.sizes)
+            yield Piece(name, box, piece.stored, piece.dims)
 
 
 def restrict(piece: Piece, stored: Box) -> Piece:
     """The part of a piece that lies at ``stored`` (inside the piece's stored box)."""
-    shift = [stored.offsets[dim] - piece.stored.offsets[dim] for dim in piece.dims]
-    offsets = tuple(o + s for o, s in zip(piece.box.offsets, shift, strict=True))
-    return Piece(
-        piece.fqn, Box(offsets, tuple(stored.sizes[dim] for dim in piece.dims)), stored, piece.dims
-    )
+    offsets, sizes = list(piece.box.offsets), list(piece.box.sizes)
+    for d, dim in enumerate(piece.dims):
+        if dim >= 0:
+            offsets[d] += stored.offsets[dim] - piece.stored.offsets[dim]
+            sizes[d] = stored.sizes[dim]
+    box = Box(tuple(offsets), tuple(sizes))
+    return Piece(piece.fqn, box, stored, piece.dims, piece.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +146,7 @@ def place(
     faults = _faults(rules, scope, mesh, layout) or _too_many(rules, scope, mesh, layout)
     raise_all(faults, "this layout is not possible")
     geometries: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
+    named: dict[tuple[object, ...], list[_Name]] = {}
     made: dict[tuple[object, ...], list[Placed]] = {}
     placed: dict[Coord, list[Placed]] = {coord: [] for coord in mesh.coords()}
     only = [{a: mesh.place(a, where) for a, where in rule.on.items()} for rule in rules]
@@ -146,29 +157,32 @@ def place(
                 continue
             cut = [a for a, at in rule.axes.items() if isinstance(at, Shard)]
             shared = (number, *(ranks.get(a, 0) for a in cut))
+            owned = (number, *(ranks.get(a, 0) for a in rule.axes if a not in cut))
             same = (number, *(ranks.get(a, 0) for a in rule.axes))
             if shared not in geometries:
                 geometries[shared] = _geometry(rule, scope, mesh, ranks, layout)
-            if same not in made:
+            if owned not in named:
                 stage = max((stage for _, stage in only[number].values()), default=0)
-                held = _instances(rule, scope, mesh, ranks, *geometries[shared], stage)
-                if layers is not None and rule.layers:
-                    held = _of_layers(held, frozenset(layers(rule)))
-                made[same] = list(held)
+                named[owned] = list(_names(rule, scope, mesh, ranks, stage, layers))
+            if same not in made:
+                shape, pieces = geometries[shared]
+                made[same] = [Placed(n, shape, pieces, at, v) for n, at, v in named[owned]]
             rows.extend(made[same])
     return placed
 
 
-def _instances(
+_Name = tuple[str, tuple[tuple[str, int], ...], int]  # name, its numbers, virtual stage
+
+
+def _names(
     rule: Rule,
     scope: Sizes,
     mesh: Mesh,
     ranks: Mapping[str, int],
-    shape: tuple[int, ...],
-    pieces: tuple[Piece, ...],
     stage: int,
-) -> Iterator[Placed]:
-    """One stored tensor per layer (or expert) that this rank owns; geometry is shared.
+    layers: Layers | None,
+) -> Iterator[_Name]:
+    """The name of each stored tensor of a row that this rank owns, one per layer and expert.
 
     ``stage`` is the virtual stage of a tensor that has no index.
     """
@@ -178,18 +192,18 @@ def _instances(
     for name in names:
         stages = mesh.stages.get(owner.get(name, ""))
         if stages is None:
-            ranges.append([(stage, index) for index in range(scope[name])])
+            found = [(stage, index) for index in range(scope[name])]
         else:
             own = stages[ranks.get(owner[name], 0)]
-            ranges.append([(v, index) for v, owned in enumerate(own) for index in owned])
+            found = [(v, index) for v, owned in enumerate(own) for index in owned]
+        if name == "layer" and rule.layers and layers is not None:
+            having = frozenset(layers(rule))
+            found = [row for row in found if row[1] in having]
+        ranges.append(found)
     for values in itertools.product(*ranges):
         numbers = tuple((name, index) for name, (_, index) in zip(names, values, strict=True))
         at = max((v for v, _ in values), default=stage)
-        yield Placed(fill(rule.name, dict(numbers)), shape, pieces, numbers, at)
-
-
-def _of_layers(rows: Iterable[Placed], layers: frozenset[int]) -> Iterator[Placed]:
-    return (row for row in rows if dict(row.numbers)["layer"] in layers)
+        yield rule.name.format(**dict(numbers)), numbers, at
 
 
 def _too_many(
@@ -253,7 +267,7 @@ def _faults(
                 total = sum(size for _, size in dims[at.dim])
                 if total % mesh.size(axis):
                     says = f"{rule.name}: dim {at.dim} of size {total} does not divide over"
-                    found[f"{says} {axis}={mesh.size(axis)}"] = None
+                    found[f"{says} {mesh.label(axis)}={mesh.size(axis)}"] = None
     return list(found)
 
 
@@ -361,14 +375,16 @@ def _piece(parts: tuple[Part, ...], scope: Sizes, combo: tuple[_Block, ...]) -> 
         where = [next((d for d, s in enumerate(dims) if seg in s), -1) for seg in wanted]
         if -1 in where:
             continue
-        offsets, sizes, order = [0] * len(dims), [0] * len(dims), [0] * len(dims)
+        offsets, sizes, order = [0] * len(dims), [1] * len(dims), [-1] * len(dims)
         for stored_dim, (block, dim) in enumerate(zip(combo, where, strict=True)):
             turns = scope[part.rounds] if part.rounds and len(dims[dim]) > 1 else 1
             offsets[dim] = _logical_offset(block, dims[dim], scope, turns)
             sizes[dim] = block.size
             order[dim] = stored_dim
         stored = Box(tuple(b.start for b in combo), tuple(b.size for b in combo))
-        return Piece(part.fqn, Box(tuple(offsets), tuple(sizes)), stored, tuple(order))
+        index = tuple((d, dims[d][0].strip("{}")) for d, dim in enumerate(order) if dim < 0)
+        box = Box(tuple(offsets), tuple(sizes))
+        return Piece(part.fqn, box, stored, tuple(order), index)
     raise AssertionError(f"no part holds the segments {wanted}")
 
 
@@ -394,7 +410,8 @@ def logical_shapes(
         for values in itertools.product(*ranges):
             numbers = dict(zip(names, values, strict=True))
             for part in rule.parts:
-                shape = tuple(sum(sizes[s] for s in dim.split("+")) for dim in part.dims.split())
+                dims = part.dims.replace("{", "").replace("}", "").split()
+                shape = tuple(sum(sizes[s] for s in dim.split("+")) for dim in dims)
                 shapes[fill(part.fqn, numbers)] = shape
     return shapes
 
@@ -419,7 +436,8 @@ class Placement:
     rules: tuple[Rule, ...]  # those that hold for the model on this mesh
     padded: int  # vocabulary rows of all ranks together
     shapes: dict[str, tuple[int, ...]]  # logical tensors, in the model's order, padding excluded
-    placed: dict[Coord, list[Placed]]  # every rank's stored tensors, in row order
+    # every rank's stored tensors, in row order; coordinates of experts have the axis ep
+    placed: dict[Coord, list[Placed]]
 
     @classmethod
     def of(cls, model: Model, mesh: Mesh, layout: Mapping[str, str], padded: int) -> Placement:
@@ -430,7 +448,10 @@ class Placement:
         assert padded >= model.sizes["vocab"], f"{padded} rows for {model.sizes['vocab']}"
         rules = tuple(model.rules(mesh_flags(mesh)))
         sizes = {**model.sizes, "padded_vocab": padded}
-        placed = place(rules, sizes, mesh, rounds(layout), model.layers_of)
+        placed: dict[Coord, list[Placed]] = {}
+        for one, name in mesh.parts():
+            chosen = [rule for rule in rules if rule.mesh == name]
+            placed |= place(chosen, sizes, one, rounds(layout), model.layers_of)
         shapes = logical_shapes(rules, sizes, model.layers_of)
         return cls(model, mesh, rules, padded, shapes, placed)
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.families.rows import D as LAYER
 from shardwright.ckpt.model.family import Model, build_mesh
 from shardwright.ckpt.model.mesh import named_axes
@@ -159,6 +160,8 @@ def shape_of(model: Model, name: str) -> Shape:
     """The sizes of a model that ``ckpt`` has read."""
     s = model.sizes
     rows = {rule.name: rule.dims for rule in model.rules()}
+    if any(rule.mesh for rule in model.rules()):
+        raise CheckpointError(f"{name}: models with experts ({model.family.name}) are not planned")
     f = rows[LAYER + "mlp.linear_fc2.weight"].split()[1]
     drop = model.config.get("resid_pdrop", 0.1 if model.family.name == "gpt2" else 0.0)
     return Shape(

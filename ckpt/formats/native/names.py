@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...checkpoint.claims import MAX_RANKS
@@ -20,12 +20,16 @@ from ...move.storage import StoragePath
 NAME = "shards"
 VERSION = "1.0"
 CHECKPOINT = "checkpoint.json"
-FILE = re.compile(r"(model|pytorch_model|optimizer)((?:_[a-z]+_\d+)+)\.(safetensors|bin)")
+FILE = re.compile(
+    r"(model|pytorch_model|optimizer|experts|experts_optimizer)((?:_[a-z]+_\d+)+)"
+    r"\.(safetensors|bin)"
+)
+OPTIMIZER = ("optimizer", "experts_optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class RankNames:
-    """The rank files of a folder by kind and coordinate."""
+    """The rank files of a folder by kind and coordinate; those of experts have the axis ep."""
 
     model: dict[Coord, StoragePath]
     optimizer: dict[Coord, StoragePath]
@@ -42,12 +46,15 @@ def scan(path: StoragePath) -> RankNames:
             continue
         pairs = re.findall(r"_([a-z]+)_(\d+)", match[2])
         coord = tuple((axis, int(rank)) for axis, rank in pairs)
-        kind = "optimizer" if match[1] == "optimizer" else "model"
+        kind = "optimizer" if match[1] in OPTIMIZER else "model"
         axes = [axis for axis, _ in coord]
-        known = [axis for axis in (*AXES, "dp") if axis in axes]
-        if axes != known or axes[:2] != ["tp", "pp"]:
+        of_experts = match[1].startswith("experts")
+        all_known = (*(("tp", "pp", "ep") if of_experts else AXES), "dp")
+        known = [axis for axis in all_known if axis in axes]
+        if axes != known or axes[:2] != ["tp", "pp"] or of_experts != ("ep" in axes):
             raise CheckpointError(
-                f"{child}: names the axes {axes}; known are {', '.join(AXES)} and dp, in this order"
+                f"{child}: names the axes {axes}; known are {', '.join(all_known[:-1])} and dp, "
+                "in this order"
             )
         if coord in kinds[kind]:
             raise CheckpointError(f"{child} and {kinds[kind][coord]} are the same rank")
@@ -64,16 +71,21 @@ def scan(path: StoragePath) -> RankNames:
 def check_files(
     path: StoragePath,
     found: Mapping[Coord, StoragePath],
-    shape: Mapping[str, int],
+    meshes: Sequence[Mapping[str, int]],
     suffix: str,
     kind: str,
 ) -> None:
-    """The set of files must be the mesh's, no more and no less."""
-    mesh = Mesh(tuple(shape.items()))
-    says = " ".join(f"{axis}={size}" for axis, size in shape.items())
-    if math.prod(shape.values()) > MAX_RANKS:
+    """The set of files must be that of the meshes (axis -> size), no more and no less."""
+    says = " and ".join(
+        " ".join(f"{axis}={size}" for axis, size in shape.items()) for shape in meshes
+    )
+    if sum(math.prod(shape.values()) for shape in meshes) > MAX_RANKS:
         raise CheckpointError(f"{path}: a mesh of {says} has more than {MAX_RANKS} ranks")
-    wanted = {coord: path / file_name(kind, coord, suffix) for coord in mesh.coords()}
+    wanted = {
+        coord: path / file_name(kind, coord, suffix)
+        for shape in meshes
+        for coord in Mesh(tuple(shape.items())).coords()
+    }
     faults = [f"{file.name}: is missing" for coord, file in wanted.items() if coord not in found]
     faults += [f"{file.name}: no rank of the mesh" for c, file in found.items() if c not in wanted]
     way_on = f"; {WITHOUT}" if kind == "optimizer" else ""
@@ -81,8 +93,13 @@ def check_files(
 
 
 def file_name(kind: str, coord: Coord, suffix: str) -> str:
-    """``model_tp_0_pp_1.safetensors``; ``.bin`` files take Hugging Face's older stem."""
+    """``model_tp_0_pp_1.safetensors``; ``.bin`` files take Hugging Face's older stem.
+
+    Experts have files of their own: ``experts_tp_0_pp_1_ep_0``, ``experts_optimizer_tp_...``.
+    """
     stem = "pytorch_model" if kind == "model" and suffix == "bin" else kind
+    if "ep" in dict(coord):
+        stem = "experts" if kind == "model" else "experts_optimizer"
     return stem + "".join(f"_{axis}_{rank}" for axis, rank in coord) + "." + suffix
 
 
@@ -100,4 +117,7 @@ def container(suffix: str) -> Container:
 
 
 def mesh_table(mesh: Mesh, dp: int) -> tuple[tuple[str, int], ...]:
-    return (*mesh.axes, ("dp", dp))
+    """The axes of all meshes and their sizes."""
+    experts = mesh.experts
+    more = () if experts is None else (("ep", experts.size("ep")), ("etp", experts.size("tp")))
+    return (*mesh.axes, ("dp", dp), *more)

@@ -36,6 +36,7 @@ from .names import (
     CHECKPOINT,
     FILE,
     NAME,
+    OPTIMIZER,
     VERSION,
     RankNames,
     check_files,
@@ -54,7 +55,7 @@ def sniff(path: StoragePath) -> bool:
         return False
     if (path / CHECKPOINT).is_file():
         return True
-    return any((m := FILE.fullmatch(c.name)) and m[1] != "optimizer" for c in path.iterdir())
+    return any((m := FILE.fullmatch(c.name)) and m[1] not in OPTIMIZER for c in path.iterdir())
 
 
 def is_described(path: StoragePath) -> bool:
@@ -92,7 +93,7 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
             f"{path / CHECKPOINT}: family {table['family']!r}, {config} says {model.family.name!r}"
         )
     shapes = _mesh_shape(path, names, table)
-    check_files(path, names.model, dict(named_axes(shapes)), names.suffix, "model")
+    check_files(path, names.model, _meshes(model, shapes), names.suffix, "model")
     indices = {coord: _rank_index(file) for coord, file in names.model.items()}
     model = _with_tensors(path, table, model, indices)
     header = _header(path, table, model, indices, shapes, options)
@@ -163,16 +164,34 @@ def _mesh_shape(path: StoragePath, names: RankNames, table: Mapping[str, object]
     if said is None:
         if not names.model:
             raise CheckpointError(f"{path}: holds no model_tp_X_pp_Y file")
-        return {a: 1 + max(dict(c).get(a, 0) for c in names.model) for a in AXES}
+        dense = [dict(coord) for coord in names.model if "ep" not in dict(coord)]
+        of_experts = [dict(coord) for coord in names.model if "ep" in dict(coord)]
+        sizes = {a: 1 + max((c.get(a, 0) for c in dense), default=0) for a in AXES}
+        for name, axis in (("ep", "ep"), ("etp", "tp")) if of_experts else ():
+            sizes[name] = 1 + max(coord[axis] for coord in of_experts)
+        return sizes
     if not isinstance(said, dict) or not all(type(n) is int and n > 0 for n in said.values()):
         raise CheckpointError(f"{path / CHECKPOINT}: mesh is {said!r}, not axis -> size")
-    unknown = set(said) - {*AXES, "dp"}
+    unknown = set(said) - {*AXES, *_MORE}
     if unknown:
         raise CheckpointError(
             f"{path / CHECKPOINT}: mesh has the unknown axes {sorted(unknown)}; "
             "use a newer shardwright"
         )
-    return {a: claims.ranks(said.get(a, 1), f"{a} is", path / CHECKPOINT) for a in (*AXES, "dp")}
+    axes = (*AXES, *(axis for axis in _MORE if axis == "dp" or axis in said))
+    return {a: claims.ranks(said.get(a, 1), f"{a} is", path / CHECKPOINT) for a in axes}
+
+
+_MORE = ("dp", "ep", "etp")  # axes of checkpoint.json beside those of dense files
+
+
+def _meshes(model: Model, shape: Mapping[str, int]) -> list[dict[str, int]]:
+    """Axis -> size of the mesh of dense tensors and, for a model with experts, of theirs."""
+    dense = dict(named_axes(shape))
+    if not any(rule.mesh for rule in model.rules()):
+        return [dense]
+    etp = shape.get("etp", shape["tp"])
+    return [dense, {"tp": etp, "pp": dense["pp"], "ep": shape.get("ep", 1)}]
 
 
 def _rank_index(file: StoragePath) -> Index:
@@ -200,7 +219,8 @@ def _header(
         stages = _recorded_stages(path / CHECKPOINT, table, shape["pp"], count)
     elif not table:
         stages = single(_detect_stages(path, indices, count))
-    mesh = build_mesh(model, named_axes(shape), stages)
+    ep, etp = shape.get("ep", 1), shape.get("etp")
+    mesh = build_mesh(model, named_axes(shape), stages, ep=ep, etp=etp)
     return _Header(mesh, shape.get("dp", 1), layout, table)
 
 
@@ -372,10 +392,10 @@ class _Reader:
     def _unneeded(self, name: str) -> bool:
         """Whether a recorded file is of the optimizer, and the optimizer is not asked for."""
         match = FILE.fullmatch(name)
-        return self.options.weights_only and match is not None and match[1] == "optimizer"
+        return self.options.weights_only and match is not None and match[1] in OPTIMIZER
 
     def _check_sizes(self) -> None:
-        lost = [n for n in self.result.digests if (m := FILE.fullmatch(n)) and m[1] == "optimizer"]
+        lost = [n for n in self.result.digests if (m := FILE.fullmatch(n)) and m[1] in OPTIMIZER]
         if lost and not self.names.optimizer:  # merges and --weights-only do without
             self.result.unread_optimizer = (
                 f"{self.path / lost[0]}: is missing, {CHECKPOINT} records {len(lost)} optimizer "
@@ -472,11 +492,14 @@ class _Reader:
                 f"are not read; {WITHOUT}"
             )
             return
-        shape = dict(self.header.mesh.axes)
+        mesh = self.header.mesh
+        shapes = [dict(one.axes) for one, _ in mesh.parts()]
         if any("dp" in dict(coord) for coord in found):
-            shape["dp"] = self.header.dp
+            shapes[0]["dp"] = self.header.dp
+            if mesh.experts is not None:
+                shapes[1]["dp"] = mesh.expert_dp(self.header.dp)
             self.result.sharded = True
-        check_files(self.path, found, shape, self.names.suffix, "optimizer")
+        check_files(self.path, found, shapes, self.names.suffix, "optimizer")
         for coord, file in found.items():
             index = _rank_index(file)
             self._check_rank(coord, index)

@@ -26,7 +26,9 @@ from .names import CHECKPOINT, NAME, VERSION, container, file_name, mesh_table, 
 from .owned import SIDES
 
 TO = NAME
-TAKES = frozenset({"--pp-layers", "--pp-layout", "--vpp", "--safe-serialization"})
+TAKES = frozenset({
+    "--pp-layers", "--pp-layout", "--vpp", "--ep", "--etp", "--safe-serialization",
+})  # fmt: skip
 WEIGHTS_ONLY = False
 
 
@@ -38,7 +40,7 @@ def design(request: WriteRequest, root: PurePath) -> Design:
     target, metas = request.target, request.metas
     here = Placement.written(target.model, target.mesh, target.vocab_multiple)
     writer = _Collector(target, metas, root, here)
-    files = [(coord, list(here.held(shards_of(coord)).values())) for coord in here.mesh.coords()]
+    files = [(c, list(here.held(shards_of(c)).values())) for c in here.mesh.all_coords()]
     for coord, rows in files:
         writer.model_file(coord, rows)
     states = [s for s in STATES if any(fqn.startswith(s + "/") for fqn in metas)]
@@ -120,8 +122,11 @@ class _Collector:
             )
         )
         total = sum(math.prod(p.shape) for p in rows)
-        for rank in range(self.target.dp):
-            share = rank * total // self.target.dp, (rank + 1) * total // self.target.dp
+        dp = self.target.dp
+        if "ep" in dict(coord):
+            dp = self.target.mesh.expert_dp(dp)
+        for rank in range(dp):
+            share = rank * total // dp, (rank + 1) * total // dp
             self._dp_file((*coord, ("dp", rank)), have, starts, share)
 
     def _dp_file(

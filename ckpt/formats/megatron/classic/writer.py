@@ -79,6 +79,11 @@ class Designer:
 
     def __init__(self, request: WriteRequest, root: PurePath) -> None:
         target = request.target
+        if target.mesh.experts is not None:
+            raise CheckpointError(
+                f"--to megatron and torch_dist: experts ({target.model.family.name}) are not "
+                "written; --to shards and --to hf are"
+            )
         self.request, self.target = request, target
         self.here = Placement.written(target.model, target.mesh, target.vocab_multiple)
         self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(request.metas)

@@ -237,16 +237,19 @@ def open_checkpoint(
     iteration: int | None = None,
     format: str | None = None,
     trust: Iterable[str] = (),
+    drop_vision: bool = False,
 ) -> OpenCheckpoint:
     """Open any readable checkpoint.
 
     ``config`` names a folder or file of a Hugging Face config, ``layout`` gives layout tags,
     ``vocab_size`` the real number of vocabulary rows. ``iteration`` picks one checkpoint of a
     folder that holds several, ``format`` one of two formats in a folder, ``trust`` names fields
-    of ``config`` that count although the checkpoint contradicts them. The others only add what the
-    checkpoint does not record. Raises CheckpointError.
+    of ``config`` that count although the checkpoint contradicts them, ``drop_vision`` takes the
+    language model alone. The others only add what the checkpoint does not record. Raises
+    CheckpointError.
     """
     options = ReadOptions(
-        config, layout or {}, vocab_size, iteration=iteration, format=format, trust=frozenset(trust)
-    )
+        config, layout or {}, vocab_size, iteration=iteration, format=format,
+        trust=frozenset(trust), drop_vision=drop_vision,
+    )  # fmt: skip
     return OpenCheckpoint(read_checkpoint(path, options))

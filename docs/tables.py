@@ -1,4 +1,4 @@
-"""Writes the tables of docs/training.md that the code has already: ``python docs/tables.py``.
+"""Writes the tables of the pages that the code has already: ``python docs/tables.py``.
 
 A test fails where file and code differ.
 """
@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardwright.tools.inspect_ckpt import known_families
 from shardwright.train.config.cli import OPTIONS
 from shardwright.train.config.fields import ARCHITECTURE, ARGUMENTS, ELSEWHERE, FIELDS, FieldUse
 
-PAGE = Path(__file__).with_name("training.md")
+PAGES = ("training.md", "families.md")
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -67,15 +68,23 @@ def options() -> str:
     )
 
 
+def families() -> str:
+    """Every family, and how far it is known."""
+    heads = ("family", "model_type", "weights", "train", "megatron")
+    return _table(heads, (tuple(row[head] for head in heads) for row in known_families()))
+
+
 def page(text: str) -> str:
-    """The page with its tables as the code has them."""
-    for make in (fields, arguments, options):
+    """A page with its tables as the code has them."""
+    for make in (fields, arguments, options, families):
         name = make.__name__
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert mark.search(text), f"{PAGE}: has no <!-- {name} -->"
-        text = mark.sub(rf"\1{name}-table\n\2", text).replace(f"{name}-table", make())
+        if mark.search(text):
+            text = mark.sub(rf"\1{name}-table\n\2", text).replace(f"{name}-table", make())
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for name in PAGES:
+        path = Path(__file__).with_name(name)
+        path.write_text(page(path.read_text()))

@@ -19,6 +19,7 @@ import torch
 import transformers
 from independent import Tensors, assert_same, load_hf, load_ranks, pack_glu, pack_qkv
 from megatron_computes import Computed
+from safetensors.torch import save_file
 from strategies import VARIANTS
 
 from shardwright.ckpt import CheckpointError, RunOptions, families, merge, reshard
@@ -28,6 +29,10 @@ from shardwright.ckpt.model.box import Box
 from shardwright.ckpt.model.family import build_mesh
 from shardwright.ckpt.model.layout import default_layout
 from shardwright.ckpt.model.placement import Placement, shapes_of
+from shardwright.tools.inspect_ckpt import main
+from shardwright.train import TrainError
+from shardwright.train.model.read import read
+from shardwright.train.model.traits import FAMILIES as TRAINED
 
 QUIET = RunOptions(workers=1)
 N, G, D, H, F, LAYERS = 12, 6, 4, 24, 36, 4
@@ -357,3 +362,59 @@ def test_megatron_core_computes_what_args_say_and_the_rest_is_refused_by_name(ma
             made.write(name, "megatron", 1, 1)
         assert tiny.refused in str(error.value)
     assert made.differing() == []
+    computed = {tiny.kind for tiny in TINY.values() if not tiny.refused}
+    assert computed == {tiny.kind for tiny in TINY.values() if not _beyond(tiny.kind)}
+
+
+def _beyond(kind: str) -> tuple[str, ...]:
+    return families.tables()[kind].function.beyond
+
+
+# --- what is known, and what is not ---------------------------------------------------------------
+
+
+def test_the_list_of_families_is_that_of_the_tables_and_of_the_trainer(capsys):
+    assert main(["--families", "--json"]) == 0
+    rows = {row["family"]: row for row in json.loads(capsys.readouterr().out)}
+    kinds = [kind for row in rows.values() for kind in row["model_type"].split(", ")]
+    assert sorted(kinds) == sorted(families.tables())
+    assert {name for name, row in rows.items() if row["train"] == "yes"} == set(TRAINED)
+    for kind, family in families.tables().items():
+        says = rows[family.name]["megatron"]
+        assert says.startswith("no: ") == bool(_beyond(kind))
+        assert says.startswith("if ") == bool(family.function.plain and not _beyond(kind))
+    assert main(["--families"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines[1 : lines.index("")]} == set(rows)
+    with pytest.raises(SystemExit):
+        main(["--families", "somewhere"])
+
+
+def test_the_trainer_refuses_the_others_by_name(made):
+    for name, tiny in TINY.items():
+        model = load_model(made.folder / name / "config.json")
+        if model.family.name in TRAINED:
+            continue
+        with pytest.raises(TrainError, match=f"the family {model.family.name} cannot be trained"):
+            read(model)
+        assert tiny.kind not in TRAINED
+
+
+def test_an_unknown_model_is_refused_with_the_tensors_that_the_nearest_family_lacks(tmp_path):
+    config = {**BASE, "model_type": "mystery"}
+    tensors = {
+        f"model.layers.{i}.{name}": torch.ones(4)
+        for i in range(11)
+        for name in ("self_attn.q_proj.weight", "self_attn.q_norm.weight", "self_attn.gate.weight")
+    }
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="'mystery' has no family table") as error:
+        reshard(tmp_path / "hf", tmp_path / "out", tp=2, run=QUIET)
+    said = str(error.value)
+    assert "has no model.layers.{}.self_attn.gate.weight" in said
+    assert said.count("gate.weight") == 1, "each name once, whatever the layer"
+    assert "q_norm" not in said
+    assert "CONTRIBUTING.md" in said
+    assert "inspect-ckpt --families" in said

@@ -13,6 +13,7 @@ EXAMPLES = (
     "checkpoint-1000",
     "checkpoint-1000 --tensor model.norm.weight",
     "Llama-3.1-8B --json",
+    "--families",
 )
 
 
@@ -21,6 +22,9 @@ def parser(prog: str = "inspect-ckpt") -> argparse.ArgumentParser:
     made = options.parser(prog, __doc__ or "", EXAMPLES)
     options.add_checkpoint(made)
     made.add_argument("--tensor", metavar="NAME", help="shape, boxes and statistics of one tensor")
+    made.add_argument(
+        "--families", action="store_true", help="list the model families, and how far each is known"
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     options.add_reading(made)
     return made
@@ -30,6 +34,15 @@ def command(argv: Sequence[str], prog: str = "inspect-ckpt") -> int:
     """Run with dashed arguments; the exit code."""
     made = parser(prog)
     args = made.parse_args(argv)
+    if args.families:
+        if args.checkpoint or args.checkpoint_dir or args.tensor:
+            made.error("--families is about no checkpoint; leave the others out")
+        rows = known_families()
+        if args.json:
+            print(json.dumps(rows, indent=2))
+        else:
+            options.say(*_family_lines(rows))
+        return options.DONE
     source = options.checkpoint_of(args, made)
     from shardwright.ckpt.errors import CheckpointError
     from shardwright.ckpt.inspect import describe, describe_tensor
@@ -55,6 +68,36 @@ def command(argv: Sequence[str], prog: str = "inspect-ckpt") -> int:
     else:
         options.say(*lines)
     return options.DONE
+
+
+def known_families() -> list[dict[str, str]]:
+    """How far each family is known, as its table and the trainer's say."""
+    from shardwright.ckpt.families.known import known
+    from shardwright.train.model.traits import FAMILIES
+
+    return [
+        {
+            "family": family.name,
+            "model_type": ", ".join(family.model_types),
+            "weights": "yes",
+            "megatron": family.args,
+            "train": "yes" if family.name in FAMILIES else "no",
+        }
+        for family in known()
+    ]
+
+
+def _family_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    heads = ("family", "model_type", "weights", "train", "megatron")
+    table = [heads, *(tuple(row[head] for head in heads) for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(4)] + [0]
+    return [
+        *("  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)) for line in table),
+        "",
+        "weights   files go through every layout and back, byte for byte, with equal logits",
+        "train     train-ckpt computes it",
+        "megatron  Megatron-LM's args say all of it, and megatron-core computes the same logits",
+    ]
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:

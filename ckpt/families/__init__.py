@@ -32,12 +32,11 @@ def is_known(model_type: object) -> bool:
 
 
 def find(model_type: object, origin: str) -> Family:
-    """The family of a config's ``model_type``; CheckpointError lists the known ones."""
+    """The family of a config's ``model_type``; CheckpointError if there is none."""
     family = tables().get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        known = ", ".join(sorted(tables()))
         raise CheckpointError(
-            f"{origin}: model_type {model_type!r} has no family table (known: {known}); "
-            "CONTRIBUTING.md says how to add one"
+            f"{origin}: model_type {model_type!r} has no family table (inspect-ckpt --families "
+            "lists them); CONTRIBUTING.md says how to add one"
         )
     return family

@@ -21,44 +21,10 @@ from shardwright.ckpt.families.rows import D as LAYER
 from shardwright.ckpt.model.family import Model
 
 from ..errors import TrainError
+from .traits import FAMILIES, Traits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What a family computes that its rows do not say; the strings are config keys."""
-
-    activation: str = "hidden_act"
-    norm_eps: str = "rms_norm_eps"
-    attention_dropout: str = "attention_dropout"
-    hidden_dropout: str = ""
-    embedding_dropout: str = ""
-    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(H)
-    trains_padding: bool = False  # the padding token's embedding gets gradients
-    scaled_init: bool = False  # output projections start smaller by sqrt(2 x layers)
-
-
-# The families whose forward pass is known here.
-_FAMILIES: Mapping[str, Traits] = {
-    "llama": Traits(),
-    "mistral": Traits(),
-    "qwen2": Traits(),
-    "qwen3": Traits(),
-    "phi3": Traits(hidden_dropout="resid_pdrop"),
-    "gemma": Traits(scaled_embedding=True),
-    "gemma2": Traits(activation="hidden_activation", scaled_embedding=True),
-    "gpt2": Traits(
-        activation="activation_function",
-        norm_eps="layer_norm_epsilon",
-        attention_dropout="attn_pdrop",
-        hidden_dropout="resid_pdrop",
-        embedding_dropout="embd_pdrop",
-        trains_padding=True,
-        scaled_init=True,
-    ),
-}
 
 
 # The rows that a GPTModel has a parameter for, or that `_add_post_norm` makes one for.
@@ -134,12 +100,12 @@ class Said:
 def read(model: Model) -> Said:
     """Rows and config side by side; TrainError with everything that cannot be expressed."""
     name = model.family.name
-    if name not in _FAMILIES:
+    if name not in FAMILIES:
         raise TrainError(
             f"the family {name} cannot be trained: its forward pass is not among those known "
-            f"({', '.join(_FAMILIES)})"
+            f"({', '.join(FAMILIES)})"
         )
-    traits = _FAMILIES[name]
+    traits = FAMILIES[name]
     hf = _hf_config(model)
     rows = {rule.name: rule.dims for rule in model.rules()}
     learned = "embedding.position_embeddings.weight" in rows

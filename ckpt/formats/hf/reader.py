@@ -18,6 +18,7 @@ from ...checkpoint.types import Checkpoint, FileSummary, ReadOptions
 from ...containers.tensor_names import no_tensors
 from ...errors import CheckpointError, raise_all
 from ...families import is_known
+from ...families.known import nearest
 from ...model.box import full
 from ...model.dtypes import CASTABLE, ITEMSIZE
 from ...model.family import Model, with_tensors
@@ -61,7 +62,8 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
             f"{path}: no config.json, so names and shapes are not checked (--config HF_DIR)"
         )
     if model is None and config is not None:
-        result.unknown_model = _unknown_model(config, beside)
+        names = [name for index in indices for name in index.entries]
+        result.unknown_model = _unknown_model(config, beside, names)
         why = "parts beside the language model" if inside else "no family table for this model"
         result.notes.append(f"{config}: {why}; tensors pass as they are")
     chunks = Chunks()
@@ -251,17 +253,28 @@ def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
     return load_model(config, options.vocab_size) if known and kind is not None else None
 
 
-def _unknown_model(config: StoragePath, beside: Sequence[wrapped.Tower]) -> str:
+def _unknown_model(
+    config: StoragePath, beside: Sequence[wrapped.Tower], names: Sequence[str]
+) -> str:
     """The error of a job that must know how a model is packed."""
     try:
         load_model(config)
     except CheckpointError as error:
-        return str(error)
+        return f"{error}. {_compared(names)}" if names else str(error)
     parts = ", ".join(f"{t.name} ({t.tensors} tensors, {human(t.nbytes)})" for t in beside)
     return (
         f"{config}: the model has parts beside its language model, which no table describes: "
         f"{parts}; --drop-vision leaves them out and takes the language model alone"
     )
+
+
+def _compared(names: Sequence[str]) -> str:
+    """What a table for these tensors could begin with."""
+    family, more = nearest(names)
+    if not more:
+        return f"Each of its tensors has a name that {family} has too, so compare the two"
+    rest = f" and {len(more) - 12} more" if len(more) > 12 else ""
+    return f"The nearest is {family}, which has no {', '.join(more[:12])}{rest}"
 
 
 def _prefix(result: Checkpoint, indices: Sequence[Index]) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Ranks for tests of the trainer: gloo processes on this machine, and one training step in them.
 
-``launch`` starts a fresh interpreter, since the redirections that megatron-core needs on CPU hold
-for a whole process. It imports torch, megatron and transformers once and forks the ranks, which
-on a slow machine is most of what several processes cost.
+``launch`` forks ranks of the process of warm.py, since the redirections that megatron-core needs on
+CPU hold for a whole process, and since importing torch, megatron-core and transformers in every
+rank would be most of what it costs.
 
 The step (``run_step``) is megatron's own: its pipeline schedule, its data parallelism, its
 reduction of gradients. Weights come from rank files by safetensors alone.
@@ -10,26 +10,24 @@ reduction of gradients. Weights come from rank files by safetensors alone.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import warm
 from safetensors.torch import load_file
 
 Tensors = dict[str, torch.Tensor]
 IGNORED = -100  # label of a token that has no loss
-LONG_S = 600.0  # ranks that have not ended by then are stuck: a busy machine is slow, not wrong
 
 
 def launch(target: str, world: int, folder: Path, *args: object) -> list[object]:
@@ -39,52 +37,30 @@ def launch(target: str, world: int, folder: Path, *args: object) -> list[object]
     containers of them. AssertionError with the ranks' output where one fails or time runs out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, target, str(world), str(folder), json.dumps(args)]
     log = folder / "output.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | str = process.wait(LONG_S)
-        except subprocess.TimeoutExpired:
-            code = f"no end after {LONG_S:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the session that was started above
-                process.wait()
+    code = warm.call("train_helpers:serve", target, world, str(folder), args, log=log)
     assert code == 0, f"{target} in {world} ranks: {code}\n{log.read_text()[-6000:]}"
     return [torch.load(folder / f"rank_{r}.pt", weights_only=True) for r in range(world)]
 
 
-def _serve(target: str, world: int, folder: Path, args: Sequence[object]) -> int:
-    """Import everything, fork the ranks, wait for all; the exit code."""
-    os.environ.update(
-        LOCAL_WORLD_SIZE=str(world), WORLD_SIZE=str(world), TORCH_CPP_LOG_LEVEL="ERROR"
-    )
-    from shardwright.train.patches import cpu
-    from shardwright.train.patches.megatron import import_megatron
-
-    cpu.install()
-    for name in ("models.gpt", "distributed", "pipeline_parallel", "optimizer"):
-        import_megatron(name)
-    getattr(importlib.import_module("transformers"), "CONFIG_MAPPING")  # noqa: B009  (lazy)
+def serve(target: str, world: int, folder: str, args: Sequence[object]) -> None:
+    """Fork the ranks and wait for all; SystemExit where one fails."""
+    os.environ.update(LOCAL_WORLD_SIZE=str(world), WORLD_SIZE=str(world))
     module, function = target.split(":")
     call = getattr(importlib.import_module(module), function)
-    gc.freeze()  # a collection in a rank would go through all that was imported, and so copy it
+    gc.freeze()  # a rank that collects would go through all that was imported, and so copy it
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    ranks = [_fork(rank, call, folder, args) for rank in range(world)]
+    ranks = [_fork(rank, call, Path(folder), args) for rank in range(world)]
     for _ in range(world):
         pid, status = os.wait()
         ranks.remove(pid)
         if status:  # the others would wait for it until their timeout
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
-            return 1
-    return 0
+            sys.exit(1)
 
 
 def _fork(rank: int, call, folder: Path, args: Sequence[object]) -> int:
@@ -94,7 +70,10 @@ def _fork(rank: int, call, folder: Path, args: Sequence[object]) -> int:
         return pid
     code = 1
     try:
+        warm.watch_for_a_hang()
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        # a rank ends by os._exit; what is registered would only be held, threads of groups and all
+        atexit.register = lambda function, *args, **named: function
         torch.save(call(*args), folder / f"rank_{rank}.pt")
         code = 0
     except BaseException:
@@ -239,11 +218,3 @@ def _all_logits(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tenso
     parts = [torch.empty_like(output) for _ in range(group.size())]
     torch.distributed.all_gather(parts, output.contiguous(), group=group)
     return torch.cat(parts, -1)
-
-
-if __name__ == "__main__":
-    start = time.perf_counter()
-    target_, world_, folder_, args_ = sys.argv[1:]
-    code_ = _serve(target_, int(world_), Path(folder_), json.loads(args_))
-    print(f"{target_}: {time.perf_counter() - start:.1f} s")
-    sys.exit(code_)

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from train_helpers import LONG_S, launch
+from train_helpers import launch
+from warm import LONG_S
 
 SIZES = {
     "vocab_size": 259,  # bytes, an end of document, and two more: padded in every layout

@@ -434,22 +434,30 @@ def _renamed_masters(ckpt: Checkpoint) -> Checkpoint:
     return replace(ckpt, manifest=replace(manifest, tensors=tensors, chunks=chunks))
 
 
-def verify_merge(
+def verify_output(
     source: Where,
     output: Path,
     dtype: str | None,
-    from_master: bool,
+    from_master: bool = False,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
+    *,
+    weights_only: bool = True,
 ) -> Verdict:
-    """Compare a finished merge with its source, casting the source's values as it was."""
+    """Compare a finished output with its source, casting the source's values as it was.
+
+    Unless ``weights_only``, optimizer state is compared too, and the training state if the format
+    is the source's: another one may hold less of it, which the report of the conversion names.
+    """
     from .verifier import compare_checkpoints
 
     read = read or ReadOptions()
-    ckpt = read_checkpoint(source, replace(read, weights_only=not from_master))
+    ckpt = read_checkpoint(source, replace(read, weights_only=weights_only and not from_master))
     if from_master:
         ckpt = _renamed_masters(ckpt)
     config = find_config(ckpt.path if ckpt.path.is_dir() else ckpt.path.parent, read)
     made = read_checkpoint(output, ReadOptions(config, vocab_size=read.vocab_size))
     tolerance = Tolerance(cast=dtype is not None)
-    return compare_checkpoints(ckpt, made, tolerance, True, run or RunOptions())
+    state = ckpt.format == made.format
+    run = run or RunOptions()
+    return compare_checkpoints(ckpt, made, tolerance, weights_only, run, state=state)

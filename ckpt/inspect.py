@@ -1,15 +1,23 @@
-"""What ``inspect-ckpt`` prints about a checkpoint, as plain values. Reads headers only."""
+"""What ``inspect-ckpt`` prints about a checkpoint, as plain values. Reads headers unless asked."""
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
+from .errors import CheckpointError
 from .model.dtypes import ITEMSIZE
 from .model.manifest import STATES, category_of, is_padding, locate
+from .move.storage import StoragePath
+
+if TYPE_CHECKING:
+    from .lazy import LazyArray
 
 
 def describe(ckpt: Checkpoint) -> dict[str, object]:
@@ -77,10 +85,7 @@ def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
     meta = ckpt.manifest.tensors[fqn]
     chunks = ckpt.manifest.chunks.get(fqn, [])
     locate(chunk.place for chunk in chunks)
-    holds = sum(stop - start for start, stop in (chunk.view.extent() for chunk in chunks))
-    note = ""
-    if math.prod(meta.shape) > max(MAX_REPEATED, holds):
-        note = f"no statistics: {holds} bytes stand for {math.prod(meta.shape)} elements"
+    found, note = _values(_array(ckpt, fqn))
     return {
         "name": fqn,
         "shape": list(meta.shape),
@@ -96,9 +101,76 @@ def describe_tensor(ckpt: Checkpoint, fqn: str) -> dict[str, object]:
             }
             for c in chunks
         ],
-        "statistics": {} if note else statistics(ckpt, fqn),
+        "statistics": found,
         "note": note,
     }
+
+
+def _array(ckpt: Checkpoint, fqn: str) -> LazyArray:
+    from .lazy import LazyArray
+
+    chunks = ckpt.manifest.chunks.get(fqn, [])
+    return LazyArray(fqn, ckpt.manifest.tensors[fqn], chunks, ckpt.path.storage)
+
+
+def _values(array: LazyArray) -> tuple[Mapping[str, float | int], str]:
+    """The statistics of a tensor, or why there are none."""
+    locate(chunk.place for chunk in array.chunks)
+    holds = sum(stop - start for start, stop in (chunk.view.extent() for chunk in array.chunks))
+    count = math.prod(array.shape)
+    if count > max(MAX_REPEATED, holds):
+        return {}, f"no statistics: {holds} bytes stand for {count} elements"
+    return statistics(array), ""
+
+
+def list_tensors(ckpt: Checkpoint, pattern: str, values: bool) -> list[dict[str, object]]:
+    """Name, dtype and shape of the logical tensors that a pattern picks, and their statistics.
+
+    A pattern without ``*``, ``?`` or ``[`` picks names that contain it.
+    """
+    picked = picks(pattern)
+    return [_row(_array(ckpt, fqn), values) for fqn in ckpt.manifest.tensors if picked(fqn)]
+
+
+def list_stored(path: StoragePath, pattern: str, values: bool) -> list[dict[str, object]]:
+    """The same of single files: tensors under the names and with the shapes that are stored.
+
+    A file that cannot be read is a row with its fault.
+    """
+    from .stored import stored_files
+
+    picked, rows = picks(pattern), []
+    for file in stored_files(path):
+        where = {"file": file.path.name if path.is_file() else str(file.path.relative_to(path))}
+        if file.fault:
+            rows.append({**where, "fault": file.fault})
+        rows += [
+            {**where, **_row(file.array(entry), values, file.notes.get(entry.name, ""))}
+            for entry in file.entries
+            if picked(entry.name)
+        ]
+    return rows
+
+
+def picks(pattern: str) -> Callable[[str], bool]:
+    """Whether a pattern picks a name."""
+    whole = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
+    match = re.compile(fnmatch.translate(whole)).match
+    return lambda name: match(name) is not None
+
+
+def _row(array: LazyArray, values: bool, why_not: str = "") -> dict[str, object]:
+    row: dict[str, object] = {
+        "name": array.fqn, "dtype": array.dtype, "shape": list(array.shape)
+    }  # fmt: skip
+    if values and why_not:
+        row["statistics"], row["note"] = {}, f"no statistics: {why_not}"
+    elif values:
+        try:
+            row["statistics"], row["note"] = _values(array)
+        except (CheckpointError, OSError) as error:
+            row["statistics"], row["note"] = {}, f"cannot be read: {error}"
+    return row
 
 
 STAT_ELEMENTS = 1 << 20  # elements in memory at once for statistics
@@ -117,17 +189,13 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     yield from itertools.product(*reversed(ranges))
 
 
-def statistics(ckpt: Checkpoint, fqn: str) -> Mapping[str, float | int]:
+def statistics(array: LazyArray) -> Mapping[str, float | int]:
     """min, max, mean, std and counts of zero, NaN and infinite values, streaming in blocks."""
     import numpy as np
 
-    from .lazy import LazyArray
-
-    meta = ckpt.manifest.tensors[fqn]
-    array = LazyArray(fqn, meta, ckpt.manifest.chunks.get(fqn, []), ckpt.path.storage)
     low, high, total, square, count = math.inf, -math.inf, 0.0, 0.0, 0
     zeros = nans = infs = 0
-    for block in _blocks(meta.shape):
+    for block in _blocks(array.shape):
         part = np.asarray(array[block]).astype(np.float64)
         finite = part[np.isfinite(part)]
         nans += int(np.isnan(part).sum())

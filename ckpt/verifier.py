@@ -75,12 +75,17 @@ def compare_checkpoints(
     tolerance: Tolerance,
     weights_only: bool,
     options: RunOptions,
+    *,
+    state: bool = True,
 ) -> Verdict:
-    """Two checkpoints that have been read; ``right`` may be the cast copy of ``left``."""
+    """Two checkpoints that have been read; ``right`` may be the cast copy of ``left``.
+
+    Without ``state`` the training state is left out.
+    """
     verdict = Verdict()
     _compare_function(left, right, verdict)
     pick = set(_common(left, right, verdict, tolerance, weights_only))
-    if not weights_only:
+    if state and not weights_only:
         _compare_state(left, right, verdict)
         _compare_random_states(left, right, verdict)
     ours, theirs = _only(left.manifest, pick), _only(right.manifest, pick)

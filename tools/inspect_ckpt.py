@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from . import options
@@ -12,6 +14,7 @@ from . import options
 EXAMPLES = (
     "checkpoint-1000",
     "checkpoint-1000 --tensor model.norm.weight",
+    "checkpoint-1000 --tensors '*.mlp.*' --statistics",
     "Llama-3.1-8B --json",
     "--families",
 )
@@ -24,6 +27,15 @@ def parser(prog: str = "inspect-ckpt") -> argparse.ArgumentParser:
     made.add_argument("--tensor", metavar="NAME", help="shape, boxes and statistics of one tensor")
     made.add_argument(
         "--families", action="store_true", help="list the model families, and how far each is known"
+    )
+    made.add_argument(
+        "--tensors",
+        metavar="GLOB",
+        help="names, types and shapes of the tensors that match, e.g. '*.q_proj.*' (a plain word: "
+        "names with it); also of one rank's file, and of a folder that lacks files",
+    )
+    made.add_argument(
+        "--statistics", action="store_true", help="with --tensors: read and describe the values"
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     options.add_reading(made)
@@ -43,21 +55,20 @@ def command(argv: Sequence[str], prog: str = "inspect-ckpt") -> int:
         else:
             options.say(*_family_lines(rows))
         return options.DONE
+    if args.statistics and args.tensors is None:
+        made.error("--statistics goes with --tensors GLOB")
     source = options.checkpoint_of(args, made)
+    if args.tensors is not None:
+        return _tensors(source, args)
     from shardwright.ckpt.errors import CheckpointError
     from shardwright.ckpt.inspect import describe, describe_tensor
     from shardwright.ckpt.reader import read_checkpoint
 
     ckpt = read_checkpoint(source, options.read_options(args))
     if args.tensor:
-        names = ckpt.manifest.tensors
-        if args.tensor not in names:
-            import difflib
-
-            near = difflib.get_close_matches(args.tensor, list(names), 3, 0.3)
-            raise CheckpointError(
-                f"{ckpt.path}: no tensor {args.tensor}; similar names: {', '.join(near)}"
-            )
+        if args.tensor not in ckpt.manifest.tensors:
+            similar = _similar(args.tensor, ckpt.manifest.tensors)
+            raise CheckpointError(f"{ckpt.path}: no tensor {args.tensor}{similar}")
         table = describe_tensor(ckpt, args.tensor)
         lines = _tensor_lines(table)
     else:
@@ -98,6 +109,70 @@ def _family_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
         "train     train-ckpt computes it",
         "megatron  Megatron-LM's args say all of it, and megatron-core computes the same logits",
     ]
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    """The names that are most like one that is not there."""
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), 3, 0.3)
+    near = near or [other for other in known if name in other][:3]
+    return f"; similar names: {', '.join(near)}" if near else "; --tensors '*' lists all"
+
+
+def _tensors(source: Path, args: argparse.Namespace) -> int:
+    """List tensors: logical ones, or those of single files where no checkpoint can be read."""
+    from shardwright.ckpt.errors import CheckpointError
+    from shardwright.ckpt.inspect import list_stored, list_tensors
+    from shardwright.ckpt.move.storage import storage_path
+    from shardwright.ckpt.reader import read_checkpoint
+
+    fault = ""
+    try:
+        ckpt = read_checkpoint(source, options.read_options(args))
+        rows = list_tensors(ckpt, args.tensors, args.statistics)
+    except CheckpointError as error:
+        if not source.exists():
+            raise
+        fault = str(error)
+        rows = list_stored(storage_path(source), args.tensors, args.statistics)
+    listed = [row for row in rows if "name" in row]
+    if not listed and not fault:
+        raise CheckpointError(f"{source}: no tensor matches {args.tensors}")
+    if args.json:
+        print(json.dumps({"tensors": rows, "fault": fault}, indent=2))
+    else:
+        options.say(*_rows(rows), f"{len(listed)} tensors")
+    if not fault:
+        return options.DONE
+    print(f"these are the tensors of single files, as they are stored: {fault}", file=sys.stderr)
+    return options.DONE if listed and source.is_file() else options.REFUSED
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each tensor, in columns; a heading for each file."""
+    named = [row for row in rows if "name" in row]
+    width = max((len(row["name"]) for row in named), default=0)
+    sizes = max((len(str(row["shape"])) for row in named), default=0)
+    lines, file = [], ""
+    for row in rows:
+        if row.get("file", "") != file:
+            file = row["file"]
+            lines.append(f"{file}:")
+        if "fault" in row:
+            lines.append(f"  {row['fault']}")
+            continue
+        line = f"{row['name']:<{width}}  {row['dtype']:<4}  {row['shape']!s:<{sizes}}"
+        lines.append(f"{line}  {_said(row)}".rstrip())
+    return lines
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """The statistics of a tensor in one line."""
+    found = dict(row.get("statistics", {}))
+    rare = [f"{found.pop(key)} {key}" for key in ("nan", "inf") if found.get(key)]
+    plain = [f"{key} {found[key]:.4g}" for key in ("min", "max", "mean", "std") if key in found]
+    return ", ".join([*plain, *rare]) or row.get("note", "")
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,7 @@ def parser(prog: str = "merge-ckpt") -> argparse.ArgumentParser:
     made.add_argument(
         "--from-master", action="store_true", help="export the optimizer's fp32 master weights"
     )
-    made.add_argument("--verify", action="store_true", help="compare the result with the source")
+    options.add_verify(made)
     options.add_reading(made)
     options.add_running(made)
     return made
@@ -47,8 +47,7 @@ def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
     """Run with dashed arguments; the exit code."""
     made = parser(prog)
     args = made.parse_args(argv)
-    if args.verify and args.dry_run:
-        made.error("--verify compares what was written; --dry-run writes nothing")
+    options.check_verify(args, made)
     source = options.checkpoint_of(args, made)
     from shardwright.ckpt import merge
     from shardwright.ckpt.move.progress import parse_bytes
@@ -70,14 +69,10 @@ def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
         options.say(*report.lines())
     if not args.verify:
         return options.DONE
-    from shardwright.ckpt.convert import verify_merge
+    from shardwright.ckpt.convert import verify_output
 
-    verdict = verify_merge(source, report.output, args.dtype, args.from_master, read, run)
-    for line in verdict.differences:
-        options.say(f"differs: {line}")
-    if not args.quiet and verdict.same:
-        print(f"verified: {verdict.tensors} tensors equal")
-    return options.DONE if verdict.same else options.REFUSED
+    verdict = verify_output(source, report.output, args.dtype, args.from_master, read, run)
+    return options.say_verified(verdict, args.quiet)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from shardwright.ckpt import ReadOptions, RunOptions
+    from shardwright.ckpt import ReadOptions, RunOptions, Verdict
 
 DONE, REFUSED, USAGE = 0, 1, 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of what printing raises
@@ -235,6 +235,28 @@ def add_running(made: argparse.ArgumentParser, *, writes: bool = True) -> None:
         help="do not check the checksums that the source records",
     )
     group.add_argument("--checksum", action="store_true", help="record the xxh3-128 of every file")
+
+
+def add_verify(made: argparse.ArgumentParser) -> None:
+    """Whether the output is compared with its source."""
+    made.add_argument(
+        "--verify", action="store_true", help="compare the result with the source, bit for bit"
+    )
+
+
+def check_verify(args: argparse.Namespace, made: argparse.ArgumentParser) -> None:
+    """A dry run writes nothing that could be compared."""
+    if args.verify and args.dry_run:
+        made.error("--verify compares what was written; --dry-run writes nothing")
+
+
+def say_verified(verdict: Verdict, quiet: bool) -> int:
+    """Print what ``--verify`` found; the exit code."""
+    for line in verdict.lines():
+        say(line)
+    if not quiet and verdict.same:
+        print(f"verified: {verdict.tensors} tensors equal")
+    return DONE if verdict.same else REFUSED
 
 
 def checkpoint_of(args: argparse.Namespace, made: argparse.ArgumentParser) -> Path:

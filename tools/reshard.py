@@ -23,6 +23,7 @@ def parser(prog: str = "reshard") -> argparse.ArgumentParser:
     _add_layout(made)
     _add_output(made)
     _add_megatron(made)
+    options.add_verify(made)
     options.add_reading(made)
     options.add_running(made)
     return made
@@ -152,20 +153,24 @@ def command(argv: Sequence[str], prog: str = "reshard") -> int:
     """Run with dashed arguments; the exit code."""
     made = parser(prog)
     args = made.parse_args(argv)
+    options.check_verify(args, made)
     layers = _layers(args.pp_layers, made)
     source = options.checkpoint_of(args, made)
     axes = {axis: getattr(args, axis) for axis in AXES}
     layout = (layers, args.dp, args.to, args.vpp, args.pp_layout, args.ep, args.etp,
               args.use_distributed_optimizer,
               *axes.values())  # fmt: skip
-    if all(value is None for value in layout):
+    others = (args.dtype, args.safe_serialization, args.weights_only or None,
+              args.make_vocab_size_divisible_by)  # fmt: skip
+    if all(value is None for value in (*layout, *others)):
         made.error(
             "name the new layout: --tp, --pp, --pp-layers, --pp-layout, --vpp, --ep, --etp or "
-            "--dp; or a format: --to"
+            "--dp; or a format: --to; or a type: --dtype"
         )
     from shardwright.ckpt import reshard
     from shardwright.ckpt.move.progress import parse_bytes
 
+    read, run = options.read_options(args), options.run_options(args)
     report = reshard(
         source,
         args.output,
@@ -186,12 +191,20 @@ def command(argv: Sequence[str], prog: str = "reshard") -> int:
         from_master=args.from_master,
         allow_incomplete_args=args.allow_incomplete_args,
         adam=args.adam,
-        read=options.read_options(args),
-        run=options.run_options(args),
+        read=read,
+        run=run,
     )
     if not args.quiet:
         options.say(*report.lines())
-    return options.DONE
+    if not args.verify:
+        return options.DONE
+    from shardwright.ckpt.convert import verify_output
+
+    verdict = verify_output(
+        source, report.output, args.dtype, args.from_master, read, run,
+        weights_only=args.weights_only or args.to == "hf",
+    )  # fmt: skip
+    return options.say_verified(verdict, args.quiet)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -139,9 +139,12 @@ def list_stored(path: StoragePath, pattern: str, values: bool) -> list[dict[str,
     """
     from .stored import stored_files
 
-    picked, rows = picks(pattern), []
+    picked = picks(pattern)
+    rows: list[dict[str, object]] = []
     for file in stored_files(path):
-        where = {"file": file.path.name if path.is_file() else str(file.path.relative_to(path))}
+        where: dict[str, object] = {
+            "file": file.path.name if path.is_file() else str(file.path.relative_to(path))
+        }
         if file.fault:
             rows.append({**where, "fault": file.fault})
         rows += [

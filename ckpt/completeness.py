@@ -17,9 +17,7 @@ def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
     momentum for matrices). A weight without any was frozen, or its state was lost: a warning if
     files do not record which weights the run trained.
     """
-    names = [f for f in ckpt.manifest.tensors if not is_padding(f)]
-    held = {s: {f[len(s) + 1 :] for f in names if category_of(f) == s} for s in STATES}
-    weights = [f for f in names if category_of(f) == ""]
+    weights, held = _held(ckpt)
     moments = set().union(*(have for state, have in held.items() if state != "master"))
     faults = []
     for state, other in (_PAIR, _PAIR[::-1]):
@@ -44,3 +42,25 @@ def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
     if ckpt.frozen is not None:
         return [*faults, f"{ckpt.path}: {text}: it was lost"], []
     return faults, [f"warning: {text}: they were frozen, or it was lost"]
+
+
+def frozen_faults(ckpt: Checkpoint) -> list[str]:
+    """Weights without optimizer state because they were frozen, as a fault for formats that hold
+    the state of every weight.
+    """
+    weights, held = _held(ckpt)
+    stated = set().union(*held.values())
+    bare = [f for f in weights if f not in stated and f in (ckpt.frozen or ())]
+    if not bare or not stated:
+        return []
+    return [
+        f"{ckpt.path}: {len(bare)} of {len(weights)} weights were frozen, first {bare[0]}; this "
+        "format holds the state of every weight"
+    ]
+
+
+def _held(ckpt: Checkpoint) -> tuple[list[str], dict[str, set[str]]]:
+    """The weights, and for each optimizer state the weights that have it."""
+    names = [f for f in ckpt.manifest.tensors if not is_padding(f)]
+    held = {s: {f[len(s) + 1 :] for f in names if category_of(f) == s} for s in STATES}
+    return [f for f in names if category_of(f) == ""], held

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.config import find_config, with_config
 from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
-from .completeness import incomplete_states
+from .completeness import frozen_faults, incomplete_states
 from .errors import CheckpointError, raise_all
 from .formats import writers
 from .formats.hf.names import NAME as HF
@@ -260,6 +260,7 @@ def _check_optimizer(ckpt: Checkpoint, options: ReshardOptions) -> None:
     faults, warnings = incomplete_states(ckpt)
     if (options.to or ckpt.format) in _WHOLE_STATE:
         faults += warnings
+        faults += frozen_faults(ckpt)
     raise_all(faults, f"the optimizer state is not whole; {WITHOUT}")
 
 

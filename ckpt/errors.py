@@ -58,17 +58,21 @@ def install(module: str, extra: str = "") -> str:
 
 
 def raise_all(faults: Iterable[str], headline: str, limit: int = 20, *, hint: str = "") -> None:
-    """Raise one error that lists every fault; return quietly if there is none.
+    """Raise one error that counts every fault and lists the first; return quietly without any.
 
+    A damaged file can have a fault for each of its names, so only what is listed is kept.
     ``hint`` is the next step; it comes last.
     """
-    found = list(faults)
-    if not found:
+    count, first = 0, []
+    for count, fault in enumerate(faults, 1):
+        if count <= limit:
+            first.append(fault)
+    if not first:
         return
-    if len(found) == 1:
-        one = f"{headline}: {found[0]}" if headline else found[0]
+    if count == 1:
+        one = f"{headline}: {first[0]}" if headline else first[0]
         raise CheckpointError(f"{one}; {hint}" if hint else one)
-    shown = "\n".join(f"  - {fault}" for fault in found[:limit])
-    more = f"\n  ... and {len(found) - limit} more" if len(found) > limit else ""
+    shown = "\n".join(f"  - {fault}" for fault in first)
+    more = f"\n  ... and {count - limit} more" if count > limit else ""
     last = f"\n  {hint}" if hint else ""
-    raise CheckpointError(f"{headline} ({len(found)} faults)\n{shown}{more}{last}")
+    raise CheckpointError(f"{headline} ({count} faults)\n{shown}{more}{last}")

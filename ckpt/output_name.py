@@ -22,7 +22,11 @@ def absolute(output: str | Path) -> Path:
     """The path of an output; a shell does not expand the ~ of ``--output=~/x``."""
     if not str(output):
         raise CheckpointError("--output '': names nothing (an unset variable of the shell?)")
-    return Path(os.path.expanduser(output)).absolute()
+    path = Path(os.path.expanduser(output)).absolute()
+    if ".." not in path.parts:
+        return path
+    # a/b/../c is a/c, and b need not be there; the last part may be a link that is replaced
+    return Path(os.path.realpath(path.parent)) / path.name if path.name != ".." else path
 
 
 def default_output(source: Where, ckpt: Checkpoint, target: Target | None, writer: Writer) -> Path:

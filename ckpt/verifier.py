@@ -209,6 +209,9 @@ def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> Non
         if ABSENT in (one, other) and "." not in name:
             text = f"state {name}: only in {left.path if other == ABSENT else right.path}"
         verdict.add("state", name, text)
+    if None not in (left.frozen, right.frozen) and left.frozen != right.frozen:
+        one, other = (sorted(c.frozen or ()) for c in (left, right))
+        verdict.add("state", "frozen", f"state frozen: {_short(one)} and {_short(other)}")
 
 
 def _compare_random_states(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> None:

@@ -128,7 +128,10 @@ SAVED: Mapping[str, tuple[Case, int]] = {  # and after how many batches
         Case("gpt2", 4, {"tp_degree": 2}, "bf16", optimizer="sgd", rows=18, accumulate=2),
         4,
     ),
-    "unfinished step": (Case("gpt2", 1, accumulate=2, rows=18), 3),
+    "unfinished step": (
+        Case("gpt2", 1, accumulate=2, rows=18, frozen=("transformer.wpe", "transformer.h.0.mlp")),
+        3,
+    ),
 }  # fmt: skip
 RESUMED: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {  # saved run, ranks, plugin
     "tp2pp2": ("tp2pp2", 4, TP2PP2),
@@ -864,3 +867,17 @@ def test_the_guides_script_runs_under_accelerate_launch(tmp_path: Path) -> None:
     _run_guide(launch, said, "no", tmp_path)
     expected = _plain_guide(tmp_path, 4)
     assert _guide_losses(tmp_path, "no", 4) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_checkpoint_says_which_weights_were_frozen(ran: dict[str, Any], place: Path) -> None:
+    """Their state was missing, as if it were lost."""
+    for name, (case, _) in SAVED.items():
+        made = place / name / "run"
+        (folder,) = [c for c in made.iterdir() if c.name.startswith("checkpoint-")]
+        said = json.loads((folder / "checkpoint.json").read_text())["frozen"]
+        names = [n for n, _ in make_model(case.model).named_parameters()]
+        frozen = {n for n in names if n.startswith(case.frozen)} if case.frozen else set()
+        assert {f"transformer.{n.removeprefix('transformer.')}" for n in said} == frozen, name
+        verdict = verify(folder, run=QUIET)
+        assert verdict.same
+        assert not [note for note in verdict.notes if "no optimizer state" in note]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -1276,3 +1277,38 @@ def test_the_api_is_all_of_these_names():
         open_checkpoint("/nowhere", config="/nowhere")
     assert issubclass(CheckpointError, ValueError)
     assert ReadOptions().layout == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["reshard", "hf", "--tp", "2", "--output", "out"], ["merge-ckpt", "hf", "--output", "out"],
+     ["inspect-ckpt", "hf"], ["inspect-ckpt", "hf", "--json"], ["verify-ckpt", "hf", "other"],
+     ["verify-ckpt", "hf", "other", "--json"], ["verify-ckpt", "hf"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_reader_that_leaves_does_not_change_the_exit_code(words, hf, tmp_path):
+    """`reshard ... | head -0` wrote its output and exited with 1."""
+    shutil.copytree(hf, tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    tool = words[0].replace("-", "_")
+    script = f"from shardwright.tools.{tool} import main; raise SystemExit(main({words[1:]!r}))"
+    got = []
+    for closed in (False, True):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        reader, writer = os.pipe()
+        child = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path
+        )
+        os.close(writer)
+        if not closed:
+            with os.fdopen(reader) as stream:
+                assert stream.read()
+        else:
+            os.close(reader)
+        _, err = child.communicate()
+        assert b"Traceback" not in err
+        got.append(child.returncode)
+    assert got[0] == got[1] == (1 if "other" in words else 0)

@@ -263,3 +263,84 @@ def test_weights_that_no_optimizer_trained_are_whole(tmp_path: Path) -> None:
         out = reshard(hf, tmp_path / to, to=to, run=QUIET).output
         assert read_checkpoint(out).has_optimizer is False
         assert verify(out).same
+
+
+# --- frozen weights -------------------------------------------------------------------------------
+
+FROZEN = (EMBEDDING, DOWN)
+
+
+def _frozen(folder: Path, said: object, dp: int = 1) -> Path:
+    """A checkpoint of a run that did not train two weights, and says ``said``."""
+    lacking = [f"{state}/{name}" for state in FULL for name in FROZEN]
+    made = _native(folder, dp, **_without(*lacking))
+    table = json.loads((made / "checkpoint.json").read_text())
+    (made / "checkpoint.json").write_text(json.dumps({**table, "frozen": said}))
+    return made
+
+
+def test_frozen_weights_need_no_state_and_others_do(tmp_path: Path) -> None:
+    whole = verify(_frozen(tmp_path / "a", list(FROZEN)))
+    assert whole.same
+    assert not [note for note in whole.notes if "state" in note]
+    lost = [f.text for f in verify(_frozen(tmp_path / "b", [EMBEDDING])).findings]
+    assert len(lost) == 1
+    assert re.search(rf"1 of \d+ weights have no optimizer state, first {DOWN}: it was lost", *lost)
+    with pytest.raises(CheckpointError, match=rf"not whole.*{DOWN}: it was lost"):
+        reshard(tmp_path / "b", tmp_path / "out", tp=1, run=QUIET)
+    apart = [f for f in verify(tmp_path / "a", tmp_path / "b").findings if f.name == "frozen"]
+    assert len(apart) == 1
+
+
+@pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 1, "pp": 2}, {"dp": 2}], ids=str)
+def test_what_was_frozen_travels_to_any_layout(layout: dict[str, int], tmp_path: Path) -> None:
+    source = _frozen(tmp_path / "in", list(FROZEN))
+    out = reshard(source, tmp_path / "out", run=QUIET, **layout).output
+    assert json.loads((out / "checkpoint.json").read_text())["frozen"] == sorted(FROZEN)
+    assert verify(out).same
+    weights = reshard(source, tmp_path / "w", weights_only=True, run=QUIET, **layout).output
+    assert "frozen" not in json.loads((weights / "checkpoint.json").read_text())
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+def test_formats_that_hold_every_state_refuse_what_was_frozen(to: str, tmp_path: Path) -> None:
+    source = _frozen(tmp_path / "in", list(FROZEN))
+    with pytest.raises(CheckpointError, match=rf"2 of \d+ weights were frozen, first {EMBEDDING}"):
+        reshard(source, tmp_path / "out", to=to, run=QUIET)
+    assert reshard(source, tmp_path / "out", to=to, weights_only=True, run=QUIET).output.is_dir()
+
+
+@pytest.mark.parametrize("name", ["megatron", "torch_dist"])
+def test_shards_made_from_formats_that_hold_every_state_say_that_none_was_frozen(
+    name: str, made: Path, tmp_path: Path
+) -> None:
+    out = reshard(made / name, tmp_path / "out", to="shards", run=QUIET).output
+    assert json.loads((out / "checkpoint.json").read_text())["frozen"] == []
+
+
+@pytest.mark.parametrize("said", ["x", [3], ["model.no_such.weight"], {EMBEDDING: 1}], ids=str)
+def test_frozen_weights_that_are_none_are_refused(said: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json: frozen "):
+        verify(_frozen(tmp_path / "a", said))
+
+
+def test_the_trainer_says_what_it_froze(tmp_path: Path, monkeypatch) -> None:
+    import trainer_save
+
+    from shardwright.train.checkpoint.save import Saver
+
+    held = trainer_save._held(1)
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    held.named[name].requires_grad_(False)
+    slots = held.optimizer.slots
+    held.optimizer.slots = lambda param: slots(param) if param.requires_grad else []
+    monkeypatch.setattr(
+        trainer_save.rng, "capture", lambda: ({"torch": torch.zeros(4, dtype=torch.uint8)}, {})
+    )
+    for weights_only in (False, True):
+        saver = Saver(held, weights_only=weights_only)
+        saver.save(tmp_path / f"checkpoint-{1 + weights_only}", 1 + weights_only, {})
+        saver.wait()
+    said = json.loads((tmp_path / "checkpoint-1" / "checkpoint.json").read_text())["frozen"]
+    assert said == [f"model.layers.1.self_attn.{x}_proj.weight" for x in "kqv"]
+    assert "frozen" not in json.loads((tmp_path / "checkpoint-2" / "checkpoint.json").read_text())

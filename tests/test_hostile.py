@@ -733,7 +733,10 @@ def test_state_that_json_cannot_hold_is_refused_before_anything_is_written(
     with untouched(Path("to")):
         for dry in (True, False):
             run = RunOptions(dry_run=dry)
-            refused(lambda run=run: reshard("native", "to/x", tp=1, run=run), "state schedule")
+            refused(
+                lambda run=run: reshard("native", "to/x", tp=1, run=run),
+                "checkpoint.json: schedule cannot",
+            )
 
 
 def test_a_linked_folder_that_is_left_behind_is_said(home):

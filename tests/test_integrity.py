@@ -218,3 +218,25 @@ def test_crc_32_has_the_same_values_with_and_without_isa_l(monkeypatch):
     for size in (*range(70), 1000, 65_537):
         data, start = rng.randbytes(size), rng.getrandbits(32)
         assert fast(memoryview(data), start) == slow(data, start)
+
+
+def test_digests_in_capitals_are_the_same_digests(places, tmp_path):
+    made = Path(shutil.copytree(places["shards digests"], tmp_path / "made"))
+    file = made / "checkpoint.json"
+    table = json.loads(file.read_text())
+    for row in table["files"].values():
+        row["xxh3_128"] = row["xxh3_128"].upper()
+    file.write_text(json.dumps(table))
+    assert verify(made, run=QUIET).same
+    merge(made, tmp_path / "hf", run=QUIET)
+
+
+def test_a_recorded_dtype_that_no_weight_has_is_refused(places, tmp_path):
+    made = Path(shutil.copytree(places["shards digests"], tmp_path / "made"))
+    file = made / "checkpoint.json"
+    table = json.loads(file.read_text())
+    assert table["dtype"] == "float32"
+    file.write_text(json.dumps({**table, "dtype": "bfloat16"}))
+    for job in (lambda: verify(made), lambda: merge(made, tmp_path / "hf")):
+        with pytest.raises(CheckpointError, match=r"dtype is bfloat16, the weights are float32"):
+            job()

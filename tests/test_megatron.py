@@ -18,7 +18,7 @@ import pytest
 import torch
 from independent import Ranks, Tensors, engine_names, renumbered, stored
 
-from shardwright.ckpt import CheckpointError, ReadOptions, open_checkpoint, reshard, verify
+from shardwright.ckpt import CheckpointError, ReadOptions, merge, open_checkpoint, reshard, verify
 from shardwright.ckpt.reader import read_checkpoint
 from shardwright.tools import inspect_ckpt, merge_ckpt, verify_ckpt
 from shardwright.tools import reshard as reshard_command
@@ -665,3 +665,20 @@ def test_a_loss_scale_travels_as_a_number(tmp_path: Path) -> None:
     for name in hf:
         assert torch.equal(found["exp_avg/" + name].torch(), hf[name].half().float() + 1), name
         assert torch.equal(found["master/" + name].torch(), hf[name].half().float()), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the import
+@pytest.mark.parametrize("rank", ["mp_rank_00_000", "mp_rank_01_001"])
+def test_one_rank_without_an_optimizer_is_named(rank: str, golden: Path, tmp_path: Path) -> None:
+    """It was one fault of the plan for each of its tensors, and no word of the file."""
+    root = _copy(golden, "llama_bf16_tp2pp2_torch", tmp_path)
+    _edit(root, rank, lambda file: file.pop("optimizer"))
+    with pytest.raises(CheckpointError) as error:
+        reshard(root, tmp_path / "out", tp=1)
+    assert str(error.value).startswith(
+        f"{root}/iter_0000003/{rank}/model_optim_rng.pt: holds no optimizer, other ranks' files do"
+    )
+    assert "\n" not in str(error.value)
+    found = [f for f in verify(root).findings if f.kind == "optimizer"]
+    assert any(rank in f.text for f in found)
+    assert merge(root, tmp_path / "hf").output.is_dir()  # needs none

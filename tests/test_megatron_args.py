@@ -6,7 +6,10 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
+import re
+import shutil
 import sys
 import types
 from datetime import timedelta
@@ -359,3 +362,34 @@ def test_rows_that_alternate_in_a_model_of_gpt3s_size_are_refused_with_the_way_o
     with pytest.raises(CheckpointError, match=says):
         Placement.of(model, mesh, {**default_layout(model.family), "qkv": "per_row"}, 51200)
     assert Placement.of(model, mesh, default_layout(model.family), 51200).placed
+
+
+@pytest.mark.parametrize("to", ["shards", "hf", "megatron"])
+@pytest.mark.parametrize("value", [10**400, 2**64, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["rotary_base", "layernorm_epsilon", "init_method_std"])
+def test_an_infinite_number_in_args_is_refused_with_or_without_a_config(
+    name: str, value: float, to: str, tmp_path: Path
+) -> None:
+    """They reached config.json, or checkpoint.json for whoever reads that next."""
+    source = _with(tmp_path / "in", norm_epsilon=1e-6, **{name: value})
+    layout = {} if to == "hf" else {"tp": 1}
+    for read in (ReadOptions(), ReadOptions(config=_hf(tmp_path / f"hf {to}"))):
+        with pytest.raises(CheckpointError, match=rf"model_optim_rng.pt: args say {name} .*model"):
+            reshard(source, tmp_path / "out", to=to, read=read, **layout)
+        shutil.rmtree(tmp_path / f"hf {to}", ignore_errors=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_shards_keep_of_args_is_checked_and_named_by_its_file(tmp_path: Path) -> None:
+    made = reshard(_with(tmp_path / "in"), tmp_path / "made", to="shards", tp=1).output
+    file = made / "checkpoint.json"
+    table = json.loads(file.read_text())
+    for name, value, text in (
+        ("norm_epsilon", {"$float": "inf"}, "megatron: args say norm_epsilon inf, which no model"),
+        ("odd", {"$call": "os.system"}, "megatron.args.odd: .* is no value of \\$call"),
+        ("odd", 2**5000, r"megatron.args.odd: a number of 5001 bits"),
+    ):
+        args = {**table["megatron"]["args"], name: value}
+        file.write_text(json.dumps({**table, "megatron": {**table["megatron"], "args": args}}))
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: {text}"):
+            reshard(made, tmp_path / "out", to="megatron", tp=1)

@@ -358,3 +358,14 @@ def test_several_processes_write_into_one_stage(home):
     transaction.close()
     assert content(home / "out") == {f"rank{i}": str(i).encode() for i in range(3)}
     assert names(home) == ["hf", "out"]
+
+
+def test_a_path_with_dots_makes_only_the_folders_that_it_ends_in(home):
+    """a/./b/../c made b, and left it empty."""
+    reshard("hf", "a/./b/../c", tp=2)
+    merge("a/c", "a/x/../one.safetensors")
+    assert names(home / "a") == ["c", "one.safetensors"]
+    (home / "disk" / "deep").mkdir(parents=True)
+    (home / "link").symlink_to("disk/deep")
+    reshard("hf", "link/../out", tp=2)  # as the system takes it: beside what the link leads to
+    assert names(home / "disk") == ["deep", "out"]

@@ -550,6 +550,33 @@ def test_a_refusal_names_the_rule_that_failed(heads, head_dim, tp, says, tmp_pat
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "tp", "says"),
+    [
+        ((12, 6), 4, 4, "tp can be 1, 2, 3, 6, 12; 3 is the nearest"),
+        ((12, 6), 4, 7, "tp can be 1, 2, 3, 6, 12; 6 is the nearest"),
+        ((32, 8), 4, 48, "tp can be 1, 2, 4, 8; 8 is the nearest"),  # ffn 24
+        ((9, 3), 4, 2, "tp can be 1, 3; 1 is the nearest"),
+    ],
+)
+def test_a_refusal_says_which_tp_are_possible(heads, head_dim, tp, says, tmp_path):
+    """Every one that it says is possible, and no other below 64."""
+    case = strategies.raw("llama", heads=heads, head_dim=head_dim, ffn=24, layers=2)
+    model = model_of(case, tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        placed_on(model, tp, 2)
+    assert str(error.value).endswith(says)
+    listed = {int(n) for n in says.partition(";")[0].removeprefix("tp can be ").split(",")}
+    assert {n for n in range(1, 64) if is_placed(model, n)} == listed
+
+
+def test_no_tp_is_named_where_none_is_possible(tmp_path):
+    case = strategies.raw("llama", heads=(6, 4), head_dim=4, ffn=24, layers=1)
+    with pytest.raises(CheckpointError) as error:
+        placed_on(model_of(case, tmp_path), 2, 1)
+    assert "can be" not in str(error.value)
+
+
 def test_every_row_that_does_not_divide_is_named_at_once(tmp_path):
     case = strategies.raw("llama", heads=(9, 3), head_dim=4, ffn=25, layers=1)
     with pytest.raises(CheckpointError) as error:

@@ -323,7 +323,7 @@ def test_a_launch_says_a_refusal_once(made):
 
 
 BEFORE_RANKS: Mapping[str, tuple[dict[str, object], list[str]]] = {
-    "heads": ({"tp": 3}, ["4 query heads do not divide over tp=3"]),
+    "heads": ({"tp": 3}, ["4 query heads do not divide over tp=3; tp can be 1, 2, 4"]),
     "world": ({"tp": 2, "pp": 2, "nproc": 6}, ["6 processes do not divide", "= 4"]),
     "stages": ({"pp": 3}, ["4 layers do not divide over pp=3", "--pp-layers"]),
     "named stages": ({"pp": 2, "pp_layers": "1,2"}, ["3 layers", "has 4"]),

@@ -75,7 +75,7 @@ def command(argv: Sequence[str], prog: str = "inspect-ckpt") -> int:
         table = describe(ckpt)
         lines = _lines(table)
     if args.json:
-        print(json.dumps(table, indent=2))
+        options.emit(json.dumps(table, indent=2))
     else:
         options.say(*lines)
     return options.DONE

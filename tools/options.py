@@ -346,7 +346,18 @@ def say(*lines: str) -> None:
     """Print lines; control characters in names from files are escaped."""
     from shardwright.ckpt.errors import printable
 
-    print("\n".join(map(printable, lines)))
+    emit("\n".join(map(printable, lines)))
+
+
+def emit(text: str) -> None:
+    """Print a text as it is.
+
+    A reader who has gone, as `head` does, does not end the command or change its exit code.
+    """
+    try:
+        print(text)
+    except BrokenPipeError:
+        _silence()
 
 
 def _published() -> str:
@@ -383,14 +394,17 @@ def run(
             stream.reconfigure(errors="backslashreplace")
     try:
         code = command(dashed(sys.argv[1:] if argv is None else argv))
-        if sys.stdout is not None:
-            sys.stdout.flush()  # what cannot be printed is said here, not while Python ends
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what cannot be printed is said here, not while Python ends
+        except BrokenPipeError:
+            _silence()  # the reader of our output has gone
         return code
     except KeyboardInterrupt:
         print(f"interrupted; {_published() or 'nothing was published'}", file=sys.stderr)
         return refused
     except BrokenPipeError:
-        _silence()  # the reader of our output has gone
+        _silence()
         return refused
     except OSError as error:
         if error.filename is None and error.errno in _FULL:  # errors of files have their names

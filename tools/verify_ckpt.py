@@ -66,7 +66,7 @@ def command(argv: Sequence[str], prog: str = "verify-ckpt") -> int:
         import json
 
         table = {"a": str(source), "b": args.other, **verdict.table()}
-        print(json.dumps(table, indent=2, allow_nan=False))
+        options.emit(json.dumps(table, indent=2, allow_nan=False))
         return options.DONE if verdict.same else options.REFUSED
     limit = max(WORST, len(verdict.findings) if args.all else 0)
     for line in verdict.lines(limit):

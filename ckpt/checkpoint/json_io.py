@@ -78,5 +78,5 @@ def read_digests(table: object, origin: StoragePath) -> dict[str, tuple[int, str
                 f"{origin}: the entry of {name!r} in files has no whole number as size, or a "
                 "digest that is no text"
             )
-        found[name] = (size, mark)
+        found[name] = (size, mark.lower())  # other tools write hex in capitals
     return found

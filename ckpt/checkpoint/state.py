@@ -39,6 +39,7 @@ class TrainingState:
     groups: tuple[Mapping[str, Any], ...] = ()  # hyperparameters of each param group
     data: object = None  # cursor in the data
     megatron: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = field(default="state", compare=False)  # the file that says it, for messages
 
     @classmethod
     def of(cls, table: Mapping[str, object], origin: str = "state") -> TrainingState:
@@ -68,6 +69,7 @@ class TrainingState:
             tuple(groups),
             data,
             megatron,
+            origin,
         )
 
     def table(self) -> dict[str, object]:

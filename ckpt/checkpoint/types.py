@@ -83,6 +83,7 @@ class Checkpoint:
     tied: list[str] = field(default_factory=list)  # stored names that repeat another tensor
     left_out: list[tuple[str, int]] = field(default_factory=list)  # (reason, bytes), per tensor
     notes: list[str] = field(default_factory=list)  # lines for the user
+    state_file: str = ""  # that says the training state, for messages
     random_states: tuple[SideFile, ...] = ()  # per rank; void in another layout
     has_optimizer: bool = False  # there are optimizer files, read or not
     # weights that the run did not train, and that so have no optimizer state; None: nothing says

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -41,9 +42,12 @@ def index(where: Where) -> Index:
     if len(raw) < length:
         raise CheckpointError(f"{path}: header ends after {len(raw)} of {length} bytes")
     header = _parse(path, raw)
+    del raw
     metadata = _metadata(path, header.pop("__metadata__", {}))
     base = 8 + length
-    entries = {name: _entry(path, name, row, base, size) for name, row in header.items()}
+    # a row goes when its entry comes: a header can have a row for every 50 bytes
+    names = list(header)
+    entries = {name: _entry(path, name, header.pop(name), base, size) for name in names}
     _check_tiling(path, entries, base, size)
     return Index(path, size, entries, metadata)
 
@@ -52,7 +56,7 @@ def _parse(path: str, raw: bytes) -> dict[str, object]:
     def refuse(text: str) -> NoReturn:
         raise CheckpointError(f"{path}: the header holds the number {text}")
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object] | _Row:
         table = dict(pairs)
         if len(table) != len(pairs):
             seen: set[str] = set()
@@ -60,7 +64,7 @@ def _parse(path: str, raw: bytes) -> dict[str, object]:
                 if name in seen:
                     raise CheckpointError(f"{path}: the header names {_short(name)} twice")
                 seen.add(name)
-        return table
+        return _compact(table)
 
     check_json(raw, path)
     try:
@@ -72,6 +76,20 @@ def _parse(path: str, raw: bytes) -> dict[str, object]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is a {type(header).__name__}, not an object")
     return header
+
+
+_Row = tuple[str, tuple[object, ...], tuple[object, ...]]  # dtype, shape, data_offsets
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+def _compact(table: dict[str, object]) -> dict[str, object] | _Row:
+    """A tensor's row in a third of the memory; any other object as it is."""
+    if len(table) != 3 or set(table) != _KEYS:
+        return table
+    dtype, shape, span = table["dtype"], table["shape"], table["data_offsets"]
+    if isinstance(dtype, str) and isinstance(shape, list) and isinstance(span, list):
+        return sys.intern(dtype), tuple(shape), tuple(span)
+    return table
 
 
 def _metadata(path: str, table: object) -> dict[str, str]:
@@ -86,37 +104,39 @@ def _entry(path: str, name: str, row: object, base: int, size: int) -> Entry:
         raise CheckpointError(
             f"{path}: {_short(name)} is not a name of a tensor: it is not Unicode"
         )
-    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+    if isinstance(row, dict) and set(row) == _KEYS:
+        row = (row["dtype"], row["shape"], row["data_offsets"])
+    if not isinstance(row, tuple):
         raise CheckpointError(
             f"{path}: {name}: needs exactly dtype, shape and data_offsets, got {_short(row)}"
         )
-    dtype, shape, span = row["dtype"], row["shape"], row["data_offsets"]
+    dtype, shape, span = row
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise CheckpointError(f"{path}: {name}: dtype {_short(dtype)} is not one this tool reads")
     if not _is_counts(shape) or not _is_counts(span) or len(span) != 2:
         raise CheckpointError(
-            f"{path}: {name}: shape {_short(shape)} and data_offsets {_short(span)} "
+            f"{path}: {name}: shape {_listed(shape)} and data_offsets {_listed(span)} "
             "must be whole numbers of at least 0"
         )
     # with the zeros left out, since strides are made of the other sizes
     if len(shape) > MAX_DIMS or math.prod(n for n in shape if n) * ITEMSIZE[dtype] >= 2**63:
         raise CheckpointError(
-            f"{path}: {name}: shape {_short(shape)} has over {MAX_DIMS} dims or needs over "
+            f"{path}: {name}: shape {_listed(shape)} has over {MAX_DIMS} dims or needs over "
             "2**63 bytes"
         )
     start, stop = span
     need = math.prod(shape) * ITEMSIZE[dtype]
     if stop - start != need:
         raise CheckpointError(
-            f"{path}: {name}: shape {shape} of {dtype} needs {need} bytes, "
-            f"data_offsets {span} hold {stop - start}"
+            f"{path}: {name}: shape {_listed(shape)} of {dtype} needs {need} bytes, "
+            f"data_offsets {_listed(span)} hold {stop - start}"
         )
     if base + stop > size:
         raise CheckpointError(
             f"{path}: {name}: ends at byte {base + stop} of a file of {size} bytes; "
             "the file is truncated"
         )
-    return Entry(name, dtype, tuple(shape), row_major(tuple(shape)), base + start)
+    return Entry(name, dtype, shape, row_major(shape), base + start)
 
 
 def _is_unicode(text: str) -> bool:
@@ -128,7 +148,12 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_counts(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _listed(value: object) -> str:
+    """A value of JSON as it was written."""
+    return _short(list(value) if isinstance(value, tuple) else value)
 
 
 def _short(value: object) -> str:

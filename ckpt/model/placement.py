@@ -24,6 +24,7 @@ MAX_ROUNDS = 1 << 16  # of one packing; a config may claim any number of heads
 FEW_PIECES = 1 << 17  # this many are always allowed
 PIECE_ELEMENTS = 64  # above that, a piece must have this many elements on average
 MAX_PIECES = 1 << 22
+TRIED_SIZES = 256  # of an axis that does not fit: which ones would
 _REPACK = (
     "rows of query, key and value alternate (qkv=per_row, as Megatron-LM of checkpoint_version 1 "
     "wrote them), and so each row is a piece: load it with Megatron-LM, which packs them anew, "
@@ -144,7 +145,9 @@ def place(
     """
     scope = {**sizes, **dict(mesh.axes)}
     faults = _faults(rules, scope, mesh, layout) or _too_many(rules, scope, mesh, layout)
-    raise_all(faults, "this layout is not possible")
+    if faults:
+        hint = _way_on(rules, scope, mesh, layout)
+        raise_all(faults, "this layout is not possible", hint=hint)
     geometries: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
     named: dict[tuple[object, ...], list[_Name]] = {}
     made: dict[tuple[object, ...], list[Placed]] = {}
@@ -169,6 +172,34 @@ def place(
                 made[same] = [Placed(n, shape, pieces, at, v) for n, at, v in named[owned]]
             rows.extend(made[same])
     return placed
+
+
+def _way_on(rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]) -> str:
+    """The sizes of an axis with which every row divides, the other axes as they are."""
+    cut = {a for rule in rules for a, at in rule.axes.items() if isinstance(at, Shard)}
+    found = []
+    for axis, size in mesh.axes:
+        if axis not in cut or size == 1:
+            continue
+        sizes = range(1, TRIED_SIZES + 1)
+        fit = [n for n in sizes if not _faults_of(rules, scope, mesh, layout, axis, n)]
+        if fit and size not in fit:
+            near = min(fit, key=lambda n: (abs(n - size), n))
+            found.append(
+                f"{mesh.label(axis)} can be {', '.join(map(str, fit))}; {near} is the nearest"
+            )
+    return "; ".join(found)
+
+
+def _faults_of(
+    rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str], axis: str, size: int
+) -> list[str]:
+    """`_faults` with another size of an axis, and as many padding rows as that needs."""
+    padded = {
+        f"padded_{rule.pad}": -(-scope[rule.pad] // size) * size for rule in rules if rule.pad
+    }
+    other = Mesh(tuple((a, size if a == axis else n) for a, n in mesh.axes), mesh.stages)
+    return _faults(rules, {**scope, **padded, axis: size}, other, layout)
 
 
 _Name = tuple[str, tuple[tuple[str, int], ...], int]  # name, its numbers, virtual stage
@@ -460,6 +491,13 @@ class Placement:
         """In the packing that this tool writes, rows padded to a multiple of this times tp."""
         padded = padded_vocab(model.sizes["vocab"], vocab_multiple, mesh.size("tp"))
         return cls.of(model, mesh, default_layout(model.family), padded)
+
+    @staticmethod
+    def way_on(model: Model, mesh: Mesh) -> str:
+        """What to say of a mesh that is not possible: the sizes of each axis that are."""
+        rules = [rule for rule in model.rules(mesh_flags(mesh)) if not rule.mesh]
+        scope = {**model.sizes, **dict(mesh.axes)}
+        return _way_on(rules, scope, mesh, rounds(default_layout(model.family)))
 
     @property
     def tied_copies(self) -> int:

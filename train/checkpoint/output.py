@@ -113,14 +113,19 @@ class SaveOutput:
             )
 
     def publish(
-        self, held: RankState, step: int, state: Mapping[str, object], written: Sequence[Written]
+        self,
+        held: RankState,
+        step: int,
+        state: Mapping[str, object],
+        frozen: set[str] | None,
+        written: Sequence[Written],
     ) -> None:
         """Write checkpoint.json and what travels along, and make all of it visible."""
         path = self.transaction.path
         table = {name: (size, mark) for part in written for name, size, mark in part}
         dtype = str(next(iter(held.named.values())).dtype).removeprefix("torch.")
         text = shards_out.checkpoint_json(
-            held.target(step), state, held.placement.padded, dtype, table,
+            held.target(step), state, held.placement.padded, dtype, table, frozen,
             sides=[side.name for side in self.sides],
         )  # fmt: skip
         sides = [*self.sides, SideFile(shard_names.CHECKPOINT, text=text)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwright.ckpt.model.dtypes import FROM_TORCH
 from shardwright.ckpt.model.family import Model
+from shardwright.ckpt.model.manifest import is_padding
 from shardwright.ckpt.model.mesh import Coord, Mesh
 from shardwright.ckpt.model.placement import Placement
 from shardwright.ckpt.model.target import Target
@@ -94,6 +95,16 @@ class RankState:
     def weights(self) -> list[Held]:
         """The weights, in row order."""
         return [self._held("", placed.name, p.data) for placed, p in self._rows()]
+
+    def frozen(self) -> list[str]:
+        """The logical weights of this rank that are not trained, so have no optimizer state."""
+        return [
+            part
+            for placed, param in self._rows()
+            if not param.requires_grad
+            for part in placed.parts
+            if not is_padding(part)
+        ]
 
     def moments(self) -> list[Held]:
         """Masters and moments that this rank holds, whole or in ranges."""

@@ -59,6 +59,7 @@ class _Pending:
     final: Path
     output: SaveOutput | None  # on rank 0
     state: Mapping[str, object]  # JSON
+    frozen: set[str] | None  # weights that are not trained; None without an optimizer
     thread: threading.Thread | None = None
     written: list[tuple[str, int, str]] = field(default_factory=list)  # name, size, digest
     error: BaseException | None = None
@@ -139,12 +140,18 @@ class Saver:
             if made is not None:
                 made.close(failed=True)
             raise
-        pending = _Pending(self._notes.next(), step, final, made, table)
+        pending = _Pending(self._notes.next(), step, final, made, table, self._frozen())
         pending.thread = threading.Thread(target=self._write, args=(pending, files), daemon=True)
         self._pending = pending
         ending.begin(self.end)
         pending.thread.start()
         self.stalled_s = time.monotonic() - started
+
+    def _frozen(self) -> set[str] | None:
+        """The weights of all ranks that are not trained; None if no optimizer state is saved."""
+        if self.held.optimizer is None or self.weights_only:
+            return None
+        return set().union(*gather(self.held.frozen(), self.held.control))
 
     def _open(
         self, final: Path, sides: Sequence[SideFile], into: bool
@@ -252,7 +259,7 @@ class Saver:
 
     def _finish(self, pending: _Pending, made: SaveOutput, written: Sequence[Written]) -> None:
         """On rank 0: text files, sync and renames, then the pointer, last what is too old."""
-        made.publish(self.held, pending.step, pending.state, written)
+        made.publish(self.held, pending.step, pending.state, pending.frozen, written)
         numbered = Numbered(pending.final.parent, self.numbered)
         is_one = numbered.number(pending.final) is not None
         if self.pointer or (self.pointer is None and is_one and self.numbered == NUMBERED):

@@ -156,11 +156,11 @@ def mesh_of(model: Model, layout: Layout) -> Mesh:
 
 def check_layout(model: Model, layout: Layout, vocab_multiple: int) -> None:
     """CheckpointError with every row that this layout cannot split, or with the heads alone."""
+    axes = named_axes({"tp": layout.tp, "pp": layout.pp})
+    mesh = build_mesh(model, axes, layout.stages(model.sizes["layer"]))
     if model.sizes["n"] % layout.tp:
         raise CheckpointError(
             f"{model.sizes['n']} query heads do not divide over tp={layout.tp}; "
-            "choose a tp that divides them"
+            f"{Placement.way_on(model, mesh)}"
         )
-    axes = named_axes({"tp": layout.tp, "pp": layout.pp})
-    mesh = build_mesh(model, axes, layout.stages(model.sizes["layer"]))
     Placement.written(model, mesh, vocab_multiple)

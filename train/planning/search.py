@@ -230,7 +230,10 @@ def search(model: Model, name: str, request: Request) -> Result:
             )
         try:
             if shape.heads % tp:
-                raise CheckpointError(f"{shape.heads} query heads do not divide over tp={tp}")
+                fit = ", ".join(str(n) for n in _divisors(node) if shape.heads % n == 0)
+                raise CheckpointError(
+                    f"{shape.heads} query heads do not divide over tp={tp}; tp can be {fit}"
+                )
             weights[tp] = estimate.weights_of(model, tp)
         except CheckpointError as error:
             reasons.append(" ".join(str(error).split()))

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from ...checkpoint.config import check_config, find_config, language_config, load_model
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
@@ -182,29 +183,38 @@ def _check_against(model: Model, metas: dict[str, TensorMeta], path: StoragePath
     wanted = shapes_of(model)
     own = model.config.get("vocab_size") == model.sizes["vocab"]
     said = "the config says" if own else f"the config and --vocab-size {model.sizes['vocab']} say"
-    faults = [
-        f"{fqn}: missing (shape {list(shape)} is needed)"
-        for fqn, shape in wanted.items()
-        if fqn not in metas
-    ]
-    for fqn, meta in metas.items():
-        if meta.elastic:  # rows that --vocab-size cut off
-            continue
-        if fqn not in wanted:
-            faults.append(f"{fqn}: unknown tensor of shape {list(meta.shape)}")
-        elif meta.shape != wanted[fqn]:
-            faults.append(f"{fqn}: shape {list(meta.shape)}, {said} {list(wanted[fqn])}")
-        elif meta.dtype not in CASTABLE:
-            faults.append(
-                f"{fqn}: {meta.dtype} and no scale: quantized weights under a config that says "
-                "nothing of it; dequantize the weights first"
-            )
+    faults = chain(
+        (
+            f"{fqn}: missing (shape {list(shape)} is needed)"
+            for fqn, shape in wanted.items()
+            if fqn not in metas
+        ),
+        (_fault(fqn, meta, wanted.get(fqn), said) for fqn, meta in metas.items()),
+    )
     wrapper = _wrapper(model, metas, wanted)
-    raise_all(faults, wrapper or f"{path}: not the {model.family.name} model of its config")
+    raise_all(
+        filter(None, faults), wrapper or f"{path}: not the {model.family.name} model of its config"
+    )
     padding = {fqn: meta for fqn, meta in metas.items() if meta.elastic}
     ordered = {fqn: metas[fqn] for fqn in wanted} | padding
     metas.clear()
     metas.update(ordered)
+
+
+def _fault(fqn: str, meta: TensorMeta, wanted: tuple[int, ...] | None, said: str) -> str:
+    """What is wrong with a tensor; empty if nothing is, and for rows that --vocab-size cut off."""
+    if meta.elastic:
+        return ""
+    if wanted is None:
+        return f"{fqn}: unknown tensor of shape {list(meta.shape)}"
+    if meta.shape != wanted:
+        return f"{fqn}: shape {list(meta.shape)}, {said} {list(wanted)}"
+    if meta.dtype not in CASTABLE:
+        return (
+            f"{fqn}: {meta.dtype} and no scale: quantized weights under a config that says "
+            "nothing of it; dequantize the weights first"
+        )
+    return ""
 
 
 _WRAPPERS = {

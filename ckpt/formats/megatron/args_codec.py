@@ -16,6 +16,7 @@ from typing import Any
 from ...containers.pickles import Global, Stub
 from ...errors import CheckpointError
 from ...model.dtypes import FROM_TORCH
+from . import known_args
 
 _MAX_DEPTH = 20  # of values inside each other in args
 _MAX_VALUES = 100_000  # in one value of args; a list of shared lists has more parts than bytes
@@ -107,7 +108,7 @@ def _name(value: object) -> str:
     return type(value).__name__
 
 
-def decode(value: object, where: str = "state megatron.args") -> object:
+def decode(value: object, where: str = "megatron.args") -> object:
     """The value that was encoded, of the kinds that pickle_writer.py takes.
 
     Paths become texts and members of enums their values. CheckpointError, which names ``where``,
@@ -173,6 +174,7 @@ def namespace(value: object, origin: str) -> tuple[dict[str, object], list[str]]
     """The values of an ``args``, and the names of those that cannot travel."""
     if not isinstance(value, Stub) or not isinstance(value.state, dict):
         raise CheckpointError(f"{origin}: its args are no argparse.Namespace")
+    known_args.check_numbers(value.state, origin)
     args: dict[str, object] = {}
     lost = []
     for key, item in value.state.items():

@@ -67,15 +67,19 @@ def args_for(
     dtype: str,
     transformer_engine: bool = False,
     origin: str = "config.json",
+    state_origin: str = "state",
     allow_incomplete: bool = False,
     notes: list[str],
 ) -> Args:
     """The args of a checkpoint in this layout: the source's, else what the config says.
 
     ``dtype`` is a key of dtypes.ITEMSIZE. CheckpointError with ``origin`` for what args cannot say;
-    with ``allow_incomplete``, ``notes`` names it.
+    with ``allow_incomplete``, ``notes`` names it. ``state_origin`` is the file that ``source`` is
+    from.
     """
-    args = _model_args(model, source, transformer_engine, origin, allow_incomplete, notes)
+    args = _model_args(
+        model, source, transformer_engine, origin, state_origin, allow_incomplete, notes
+    )
     tp, pp = mesh.size("tp"), mesh.size("pp")
     args.update(
         tensor_model_parallel_size=tp,
@@ -106,11 +110,14 @@ def _model_args(
     source: Mapping[str, object],
     transformer_engine: bool,
     origin: str,
+    state_origin: str,
     allow_incomplete: bool,
     notes: list[str],
 ) -> Args:
     """The source's args, else those that the config makes; CheckpointError as in ``args_for``."""
-    args: Args = {key: decode(value, f"state megatron.args.{key}") for key, value in source.items()}
+    args: Args = {
+        key: decode(value, f"{state_origin}: megatron.args.{key}") for key, value in source.items()
+    }
     made = _from_config(model, transformer_engine, origin)
     lacks = cannot_say(model, made, origin)
     if lacks and not allow_incomplete:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...containers import pickles
+from ...errors import CheckpointError
+
 # What args.py reads and args_out.py writes.
 _EXPRESSED = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups
@@ -21,6 +24,14 @@ _EXPRESSED = """
     params_dtype bf16 fp16
 """
 EXPRESSED = frozenset(_EXPRESSED.split())
+# Those of them that are numbers.
+_NUMBERS = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    max_position_embeddings seq_length rotary_base rotary_percent
+    rotary_seq_len_interpolation_factor rope_scaling_factor norm_epsilon layernorm_epsilon
+    attention_dropout init_method_std
+"""
+NUMBERS = tuple(_NUMBERS.split())
 
 # Args that change the function into one that no family here has: name -> values that do not.
 PLAIN: Mapping[str, tuple[object, ...]] = {
@@ -255,3 +266,19 @@ def unknown(args: Mapping[str, object]) -> list[str]:
     known = EXPRESSED | PLAIN.keys() | HARMLESS
     off: tuple[object, ...] = (None, False, 0, "", [], {})
     return sorted(name for name, value in args.items() if name not in known and value not in off)
+
+
+def check_numbers(args: Mapping[str, object], origin: str) -> None:
+    """CheckpointError for an infinite or huge number that decides what the weights compute.
+
+    Args may be as they are in a file, or encoded as JSON.
+    """
+    for name in NUMBERS:
+        value = args.get(name)
+        if isinstance(value, dict) and isinstance(value.get("$float"), str):
+            said = value["$float"]
+        elif isinstance(value, (int, float)) and not abs(value) < 2**63:  # NaN compares as false
+            said = pickles.short(value)
+        else:
+            continue
+        raise CheckpointError(f"{origin}: args say {name} {said}, which no model has")

@@ -70,7 +70,7 @@ def schedulers(state: TrainingState, notes: list[str]) -> dict[str, object]:
     Megatron-LM takes no optimizer without one.
     """
     saved = {
-        key: args_codec.decode_plain(state.megatron[key], f"state megatron.{key}")
+        key: args_codec.decode_plain(state.megatron[key], f"{state.origin}: megatron.{key}")
         for key in SCHEDULERS
         if key in state.megatron
     }
@@ -176,7 +176,7 @@ def progress_args(state: TrainingState) -> dict[str, object]:
 def operations(state: TrainingState) -> dict[str, object]:
     """The counter of operations, which every file of Megatron-LM has."""
     said = args_codec.decode_plain(
-        state.megatron.get(OPERATIONS, 0), f"state megatron.{OPERATIONS}"
+        state.megatron.get(OPERATIONS, 0), f"{state.origin}: megatron.{OPERATIONS}"
     )
     return {OPERATIONS: said}
 

@@ -25,11 +25,12 @@ from ...model.dtypes import TO_TORCH
 from ...model.family import Model, build_mesh, with_tensors
 from ...model.file_layout import Entry, Index
 from ...model.layout import check_layout
-from ...model.manifest import STATES, Manifest, SideFile
+from ...model.manifest import STATES, Manifest, SideFile, category_of
 from ...model.mesh import AXES, Coord, Mesh, Stages, named_axes
 from ...model.pipeline import parse, single, split_by_counts
 from ...model.placement import Placement
 from ...move.storage import StoragePath
+from ..megatron import known_args
 from ..megatron.names import EXTRA, FUSED_NORMS
 from ..side_files import left_behind, side_files
 from .names import (
@@ -352,7 +353,9 @@ class _Reader:
         )
         if table.get("step") is not None:
             result.step = self._whole("step", 0, least=0)
-        state = TrainingState.of(table, str(self.path / CHECKPOINT)).table()
+        result.state_file = str(self.path / CHECKPOINT)
+        result.frozen = self._frozen(table.get("frozen"))
+        state = self._state(table)
         result.digests = {
             name: row
             for name, row in read_digests(table.get("files"), self.path / CHECKPOINT).items()
@@ -365,10 +368,34 @@ class _Reader:
             if _RANDOM.fullmatch(f.name)
         )
         result.manifest = self.builder.manifest(state, side_files(self.path, self.options))
+        self._check_dtype(result.manifest)
         result.notes += left_behind(self.path, self.options, [f.path for f in result.files])
         if not self.native:
             self._say_foreign()
         return result
+
+    def _state(self, table: Mapping[str, object]) -> dict[str, object]:
+        """The training state; args of Megatron-LM in it hold numbers that a model can have."""
+        state = TrainingState.of(table, self.result.state_file)
+        args = state.megatron.get("args")
+        if isinstance(args, dict):
+            known_args.check_numbers(args, f"{self.result.state_file}: megatron")
+        return state.table()
+
+    def _frozen(self, said: object) -> frozenset[str] | None:
+        """The weights that checkpoint.json says were not trained; None if it does not say."""
+        if said is None:
+            return None
+        names = [n for n in said if isinstance(n, str)] if isinstance(said, list) else []
+        if not isinstance(said, list) or len(names) < len(said):
+            raise CheckpointError(f"{self.path / CHECKPOINT}: frozen is no list of weights")
+        unknown = sorted(set(names) - set(self.here.shapes))
+        if unknown:
+            raise CheckpointError(
+                f"{self.path / CHECKPOINT}: frozen names {unknown[0]!r:.200}, which is no weight "
+                "of this model"
+            )
+        return frozenset(names)
 
     def _whole(self, key: str, default: int, least: int) -> int:
         """A whole number of checkpoint.json."""
@@ -378,6 +405,16 @@ class _Reader:
                 f"{self.path / CHECKPOINT}: {key} is {value!r}, no whole number of at least {least}"
             )
         return value
+
+    def _check_dtype(self, manifest: Manifest) -> None:
+        """The recorded dtype is one that the weights have."""
+        said = self.header.table.get("dtype")
+        have = {TO_TORCH[m.dtype] for f, m in manifest.tensors.items() if category_of(f) == ""}
+        if said is not None and said not in have:
+            raise CheckpointError(
+                f"{self.path / CHECKPOINT}: dtype is {said}, the weights are "
+                f"{', '.join(sorted(have))}; was it taken from another save?"
+            )
 
     def _say_foreign(self) -> None:
         tags = ", ".join(f"{tag}={value}" for tag, value in self.header.layout.items())

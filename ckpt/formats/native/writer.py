@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 
 from ...checkpoint.state import VERSION as STATE_VERSION
@@ -59,7 +59,9 @@ def sides(request: WriteRequest, made: Design, files: Written) -> list[SideFile]
         target.model.sizes["vocab"], target.vocab_multiple, target.mesh.size("tp")
     )
     state = {} if request.weights_only else request.state
-    text = checkpoint_json(target, state, padded, TO_TORCH[main_dtype(request.metas)], files)
+    frozen = None if request.weights_only else request.source.frozen
+    dtype = TO_TORCH[main_dtype(request.metas)]
+    text = checkpoint_json(target, state, padded, dtype, files, frozen)
     random = (
         request.source.random_states if _same_layout(request) and not request.weights_only else ()
     )
@@ -181,11 +183,13 @@ def checkpoint_json(
     padded: int,
     dtype: str,
     files: Mapping[str, tuple[int, str]],
+    frozen: Collection[str] | None,
     sides: Sequence[str] = (),
 ) -> str:
     """The text of checkpoint.json; ``files`` maps names to size and digest ("" if not asked).
 
-    ``sides`` are the files beside them that the next save into the folder may replace.
+    ``frozen`` are the logical weights without optimizer state; None if nobody knows. ``sides`` are
+    the files beside them that the next save into the folder may replace.
     Raises CheckpointError where ``state`` holds a value that JSON does not have.
     """
     owned = target.mesh.owned["pp"]
@@ -211,13 +215,14 @@ def checkpoint_json(
             for name, (size, digest) in sorted(files.items())
         },
         **({SIDES: sorted(sides)} if sides else {}),
+        **({"frozen": sorted(frozen)} if frozen is not None else {}),
         **({"state_version": STATE_VERSION} if set(state) - {"step"} else {}),
         **{key: value for key, value in state.items() if key != "step"},
     }
     try:
         return json.dumps(table, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        faults = [f"state {key}" for key, value in state.items() if not _is_json(value)]
+        faults = [key for key, value in state.items() if not _is_json(value)]
         raise CheckpointError(
             f"{CHECKPOINT}: {', '.join(faults)} cannot be written as JSON ({error}); "
             "pass --weights-only to leave it out"

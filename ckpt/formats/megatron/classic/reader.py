@@ -85,6 +85,7 @@ class _Reader:
         self.result = Checkpoint(path, NAME, Manifest({}, {}), self.model, self.here.mesh)
         self.result.notes += notes
         self.optimizer = OptimizerReader(self.builder, self.result)
+        self.bare: list[str] = []  # files of ranks without an optimizer
 
     def _stages(self) -> tuple[Stages, dict[tuple[int, int], int]]:
         """The layers of each virtual stage, and the number of the first layer of each."""
@@ -159,7 +160,14 @@ class _Reader:
         for coord, rank in self.ranks.items():
             self._rank(coord, rank)
         raise_all(self.builder.faults, f"{self.folder}")
+        if self.bare and result.has_optimizer:
+            more = f" (and {len(self.bare) - 1} more)" if len(self.bare) > 1 else ""
+            result.unread_optimizer = result.unread_optimizer or (
+                f"{self.bare[0]}: holds no optimizer{more}, other ranks' files do: it was taken "
+                f"from another save, or its optimizer was removed; {WITHOUT}"
+            )
         state = self._state()
+        result.state_file = self.first.file
         result.layout = self.layout
         result.padded_vocab = self.padded
         multiple = self.args.get("make_vocab_size_divisible_by")
@@ -223,6 +231,7 @@ class _Reader:
         layered = sorted(rank.folder.glob("layer_wise_optimizer*"))
         there = rank.index.extra.get("optimizer") is not None or (rank.folder / FLAT).exists()
         if not there and not layered:
+            self.bare.append(rank.file)
             return
         self.result.has_optimizer = True
         if layered:

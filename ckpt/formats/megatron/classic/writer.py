@@ -89,7 +89,9 @@ class Designer:
         self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(request.metas)
         self.files: list[OutFile] = []
         self.folder = root / megatron_files.iteration_name(target.step)
-        self.state = TrainingState.of(request.state, str(request.source.path))
+        self.state = TrainingState.of(
+            request.state, request.source.state_file or str(request.source.path)
+        )
         self.saved: Mapping[str, Any] = self.state.megatron
         source = self.saved.get("args")
         self.source_args: Mapping[str, object] = source if isinstance(source, dict) else {}
@@ -140,6 +142,7 @@ class Designer:
             dtype=main_dtype(self.request.metas),
             transformer_engine=self.fused,
             origin=str(self.request.source.path),
+            state_origin=self.state.origin,
             allow_incomplete=self.request.allow_incomplete_args,
             notes=self.notes,
         )
@@ -275,7 +278,7 @@ class Designer:
     def _groups_of_source(self) -> tuple[list[dict[str, object]], int | None, str]:
         saved = self.saved.get("optimizer")
         if isinstance(saved, dict) and isinstance(saved.get("param_groups"), list):
-            where = "state megatron.optimizer.param_groups"
+            where = f"{self.state.origin}: megatron.optimizer.param_groups"
             decoded = args_codec.decode_plain(saved["param_groups"], where)
             if not all(isinstance(group, dict) for group in decoded):
                 raise CheckpointError(f"{where}: holds values that are no groups")

@@ -153,6 +153,7 @@ class _Reader:
         self._left_out()
         raise_all([*self.builder.faults, *self.repeats.faults], str(self.folder))
         state = self._state()
+        result.state_file = self.common.path
         # Not bound methods: a checkpoint outlives its reader, which is larger.
         if with_optimizer:
             result.frozen = frozenset()

@@ -24,10 +24,13 @@ from .rank_state import RankState, bytes_of
 _HF = "hf:"  # keys of buffers that hold the transformers model
 
 
-def logical_tensors(original: Any, model: Model) -> dict[str, torch.Tensor]:
-    """The transformers model's tensors under their logical names, tied heads left out."""
+def logical_tensors(original: Any, model: Model, *, own: bool = False) -> dict[str, torch.Tensor]:
+    """The transformers model's tensors under their logical names, tied heads left out.
+
+    With ``own`` its parameters and buffers themselves, not views of their memory.
+    """
     found = {}
-    for name, tensor in original.state_dict().items():
+    for name, tensor in original.state_dict(keep_vars=own).items():
         tied = "tie_word_embeddings" in model.flags and name in model.family.tied_names
         if not tied:
             found[name] = tensor

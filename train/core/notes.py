@@ -51,6 +51,22 @@ class Notes:
                 return found
             time.sleep(_LOOK_SECONDS)
 
+    def absent(self, rank: int, world: int, seconds: float) -> list[int]:
+        """Meet all ranks on a new occasion: those that did not come before ``seconds`` are over."""
+        number = self.next()
+        if not dist.is_initialized():
+            return []
+        self.leave(number, rank, "")
+        stop = time.monotonic() + seconds
+        count = self._key(number, -1)
+        come = _store().add(count, 1)
+        while come < world and time.monotonic() < stop:
+            time.sleep(_LOOK_SECONDS)
+            come = _store().add(count, 0)
+        if come >= world:
+            return []
+        return [rank for rank, note in enumerate(self.read(number, world, 0)) if note is None]
+
     def _look(self, number: int, rank: int) -> str | None:
         key = self._key(number, rank)
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...checkpoint.claims import MAX_RANKS
@@ -74,8 +74,13 @@ def check_files(
     meshes: Sequence[Mapping[str, int]],
     suffix: str,
     kind: str,
+    written: Collection[str] | None = None,
 ) -> None:
-    """The set of files must be that of the meshes (axis -> size), no more and no less."""
+    """The set of files must be that of the meshes (axis -> size), no more and no less.
+
+    ``written`` are the names that were recorded; a file of the mesh that is not among them was
+    never there.
+    """
     says = " and ".join(
         " ".join(f"{axis}={size}" for axis, size in shape.items()) for shape in meshes
     )
@@ -86,7 +91,11 @@ def check_files(
         for shape in meshes
         for coord in Mesh(tuple(shape.items())).coords()
     }
-    faults = [f"{file.name}: is missing" for coord, file in wanted.items() if coord not in found]
+    faults = [
+        f"{file.name}: is missing"
+        for coord, file in wanted.items()
+        if coord not in found and (written is None or file.name in written)
+    ]
     faults += [f"{file.name}: no rank of the mesh" for c, file in found.items() if c not in wanted]
     way_on = f"; {WITHOUT}" if kind == "optimizer" else ""
     raise_all(faults, f"{path}: the files of a mesh of {says} are needed{way_on}")

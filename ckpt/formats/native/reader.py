@@ -536,7 +536,10 @@ class _Reader:
             if mesh.experts is not None:
                 shapes[1]["dp"] = mesh.expert_dp(self.header.dp)
             self.result.sharded = True
-        check_files(self.path, found, shapes, self.names.suffix, "optimizer")
+        files = self.header.table.get("files")
+        # an older release wrote no file for a stage that is not trained at all
+        written = files if isinstance(files, dict) and files else None
+        check_files(self.path, found, shapes, self.names.suffix, "optimizer", written)
         for coord, file in found.items():
             index = _rank_index(file)
             self._check_rank(coord, index)

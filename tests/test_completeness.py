@@ -344,3 +344,103 @@ def test_the_trainer_says_what_it_froze(tmp_path: Path, monkeypatch) -> None:
     said = json.loads((tmp_path / "checkpoint-1" / "checkpoint.json").read_text())["frozen"]
     assert said == [f"model.layers.1.self_attn.{x}_proj.weight" for x in "kqv"]
     assert "frozen" not in json.loads((tmp_path / "checkpoint-2" / "checkpoint.json").read_text())
+
+
+# --- other optimizers -----------------------------------------------------------------------------
+
+OTHERS = {
+    "Adadelta": ("square_avg", "acc_delta"), "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "Adamax": ("exp_avg", "exp_inf"), "RMSprop": ("square_avg", "momentum_buffer", "grad_avg"),
+    "Adagrad": ("sum",), "Rprop": ("prev", "step_size"),
+}  # fmt: skip
+
+
+def test_every_state_of_its_weights_shape_of_torchs_optimizers_is_known() -> None:
+    from shardwright.ckpt.model.manifest import SLOTS
+
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    made = {
+        "Adadelta": torch.optim.Adadelta([weight]),
+        "amsgrad": torch.optim.AdamW([weight], amsgrad=True),
+        "Adamax": torch.optim.Adamax([weight]), "Rprop": torch.optim.Rprop([weight]),
+        "RMSprop": torch.optim.RMSprop([weight], momentum=0.9, centered=True),
+        "Adagrad": torch.optim.Adagrad([weight]), "ASGD": torch.optim.ASGD([weight]),
+        "NAdam": torch.optim.NAdam([weight]), "RAdam": torch.optim.RAdam([weight]),
+    }  # fmt: skip
+    for name, optimizer in made.items():
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        state = optimizer.state[weight]
+        slots = {k for k, v in state.items() if torch.is_tensor(v) and v.shape == weight.shape}
+        assert slots
+        assert slots <= set(SLOTS), name
+        if name in OTHERS:
+            assert slots == set(OTHERS[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_other_optimizers_keep_travels_under_its_own_name(name: str, tmp_path: Path) -> None:
+    states = {slot: CASE.numbered(1000 * (i + 1)) for i, slot in enumerate(OTHERS[name])}
+    masters = {"master": FULL["master"]}
+    source = _native(tmp_path / "a", **states, **masters)
+    at = source
+    way = (("shards", 1, 2), ("megatron", 2, 1), ("torch_dist", 1, 1), ("shards", 2, 1))
+    for to, tp, pp in way:
+        at = reshard(at, tmp_path / f"{to} {tp}", to=to, tp=tp, pp=pp, run=QUIET).output
+        assert verify(at).same, to
+        if to == "megatron":
+            (file,) = at.glob("iter_*/mp_rank_00/model_optim_rng.pt")
+            inner = torch.load(file, weights_only=False)["optimizer"]["optimizer"]["state"]
+            assert all(set(OTHERS[name]) <= set(row) for row in inner.values())
+    found = [f for f in verify(source, at).findings if f.kind not in ("state", "file")]
+    assert not found
+    held = read_checkpoint(at).manifest
+    for slot in states:
+        assert held.category(slot)
+
+
+@pytest.mark.parametrize("name", ["shards", "megatron", "torch_dist"])
+def test_a_state_that_cannot_be_cut_is_named_and_the_weights_go_on(
+    name: str, made: Path, tmp_path: Path
+) -> None:
+    """Adafactor's rows and columns."""
+    root = Path(shutil.copytree(made / name, tmp_path / name))
+    if name == "shards":
+        from safetensors.torch import load_file, save_file
+
+        (root / "checkpoint.json").write_text(json.dumps({
+            k: v for k, v in json.loads((root / "checkpoint.json").read_text()).items()
+            if k != "files"}))  # fmt: skip
+        for file in root.glob("optimizer_*"):
+            from safetensors import safe_open
+
+            with safe_open(file, "pt") as opened:
+                meta = opened.metadata()
+            table = load_file(file)
+            key = next(k for k in table if k.endswith("linear_fc2.weight"))
+            table["row_var/" + key.partition("/")[2]] = torch.zeros(4)
+            save_file(table, file, metadata=meta)
+    else:
+        (root / "checksums.json").unlink()
+        if name == "megatron":
+            _in_ranks(root, lambda t: [row.update(row_var=torch.zeros(4)) for row in t.values()])
+        else:
+            _in_metadata_renamed(root, ".exp_avg.", ".row_var.")
+    with pytest.raises(CheckpointError, match=r"row_var.*exp_avg_sq, momentum_buffer") as error:
+        reshard(root, tmp_path / "out", to="shards", run=QUIET)
+    assert len(str(error.value)) < 1500
+    reshard(root, tmp_path / "out", to="shards", weights_only=True, run=QUIET)
+
+
+def _in_metadata_renamed(root: Path, old: str, new: str) -> None:
+    (path,) = root.glob("iter_*/.metadata")
+    content = pickle.loads(path.read_bytes())
+    for table in (content.state_dict_metadata,):
+        for key in [k for k in table if old in k]:
+            table[key.replace(old, new)] = table.pop(key)
+    for index in [k for k in content.storage_data if old in k.fqn]:
+        entry = content.storage_data.pop(index)
+        content.storage_data[
+            type(index)(index.fqn.replace(old, new), index.offset, index.index)
+        ] = entry
+    path.write_bytes(pickle.dumps(content))

@@ -16,7 +16,15 @@ from .box import Box
 from .dtypes import ITEMSIZE
 
 # Optimizer state is the same logical tensors under one of these prefixes.
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "master")
+# What optimizers keep for each element of a weight, by torch's names: Adam's and SGD's, then those
+# of AMSGrad, Adamax, RMSprop, Adadelta, Adagrad, Rprop, ASGD, Adan, AdEMAMix and Sophia. A state of
+# another shape than its weight (Adafactor, Shampoo, 8-bit Adam) cannot be cut as the weight is.
+SLOTS = (
+    "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "exp_inf", "square_avg",
+    "grad_avg", "acc_delta", "sum", "prev", "step_size", "ax", "exp_avg_diff", "neg_pre_grad",
+    "exp_avg_slow", "hessian",
+)  # fmt: skip
+STATES = (*SLOTS, "master")
 PADDING = "padding/"  # rows that only fill a vocabulary up to a multiple
 
 

@@ -88,6 +88,8 @@ def load(
             f"{path}: has no {', '.join(sorted(kinds - known))}, which this optimizer needs; "
             "load with weights only"
         )
+    if with_optimizer and (more := known - kinds - {"", "master"}):
+        log(f"not loaded, this optimizer does not keep it: {', '.join(sorted(more))}")
     loads = known if with_optimizer else known & {"master"}
     _fill(source, held.weights() + [h for h in moments if h.live.state in loads], held)
     if held.optimizer is not None and "master" in kinds - loads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ...checkpoint.types import WITHOUT, Checkpoint
@@ -20,6 +20,7 @@ from ...model.box import row_major
 from ...model.chunk_builder import ChunkBuilder
 from ...model.dtypes import HALF, ITEMSIZE
 from ...model.file_layout import Entry
+from ...model.manifest import SLOTS
 from ...model.placement import Placed
 from . import args_codec, param_groups
 from . import optimizer as megatron_optim
@@ -28,7 +29,6 @@ from .masters import differing
 from .optimizer import Flat, Param
 from .progress import scalar
 
-STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum_buffer"}
 Group = Mapping[str, object]
 
 
@@ -106,6 +106,9 @@ class OptimizerReader:
             return
         half = [[p for p in bucket if p.dtype in HALF] for bucket in buckets]
         expected = _names(where, groups, buckets, half)
+        if other := _other_slots(where, rank.index.entries, expected):
+            self._unreadable(f"{file}: {where}.state: {not_carried(other)}")
+            return
         have: dict[tuple[str, str], Entry] = {}
         for name, entry in rank.index.entries.items():
             if name in expected:
@@ -122,7 +125,7 @@ class OptimizerReader:
             return
         for (state, name), entry in have.items():
             self.builder.add_entry(state, rows[name], entry, file)
-        if not self.state and not any(state in STATES.values() for state, _ in have):
+        if not self.state and not any(state in SLOTS for state, _ in have):
             self._say_fresh(file, groups)
 
     def _say_fresh(self, file: str, groups: Sequence[Group]) -> None:
@@ -169,7 +172,7 @@ class OptimizerReader:
             length = values.get("numel_unpadded") if isinstance(values, dict) else None
             found = {
                 state: entry
-                for key, state in {"param": "master", **STATES}.items()
+                for key, state in (("param", "master"), *((slot, slot) for slot in SLOTS))
                 if (entry := index.entries.get(f"{prefix}.{key}")) is not None
             }
             used |= {entry.name for entry in found.values()}
@@ -305,13 +308,32 @@ def _names(
         numbers = group["params"]
         assert isinstance(numbers, list)
         for number, param in zip(numbers, bucket, strict=True):
-            for key, state in STATES.items():
-                found[f"{where}.state.{number}.{key}"] = (state, param)
+            for slot in SLOTS:
+                found[f"{where}.state.{number}.{slot}"] = (slot, param)
     for k, bucket in enumerate(half):
         for j, param in enumerate(bucket):
             for name in ("fp32_from_fp16_params", "fp32_from_fp16"):
                 found[f"optimizer.{name}.{k}.{j}"] = ("master", param)
     return found
+
+
+def not_carried(slots: Iterable[str]) -> str:
+    """Why optimizer state of these names stays unread."""
+    return (
+        f"the optimizer keeps {', '.join(sorted(slots))}; carried are {', '.join(SLOTS)}, each of "
+        "its weight's shape"
+    )
+
+
+def _other_slots(where: str, names: Iterable[str], expected: Container[str]) -> set[str]:
+    """What an optimizer keeps for its parameters that has no place here."""
+    pattern = re.compile(re.escape(where) + r"\.state\.\d+\.(\w+)")
+    found = {
+        match[1]
+        for name in names
+        if name not in expected and (match := pattern.fullmatch(name)) is not None
+    }
+    return found - {"step", *SLOTS}
 
 
 def _is_scalar_place(name: str) -> bool:

@@ -552,7 +552,8 @@ class _Reader:
             state, _, name = key.partition("/")
             placed = rows.get(name)
             if state not in STATES or placed is None:
-                self.faults.append(f"{index.path}: {key}: unknown optimizer tensor")
+                known = f"; known states are {', '.join(STATES)}" if state not in STATES else ""
+                self.faults.append(f"{index.path}: {key}: unknown optimizer tensor{known}")
                 continue
             span = None
             if ranges is not None:

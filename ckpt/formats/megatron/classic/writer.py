@@ -21,7 +21,7 @@ from ....model.chunk_builder import ChunkBuilder
 from ....model.design import Design, OutFile
 from ....model.dtypes import HALF, ITEMSIZE, TO_TORCH
 from ....model.file_layout import FileLayout, Spec
-from ....model.manifest import STATES, SideFile
+from ....model.manifest import SLOTS, STATES, SideFile
 from ....model.mesh import Coord
 from ....model.placement import Placed, Placement
 from ....model.target import main_dtype
@@ -39,7 +39,6 @@ TAKES = frozenset({
 })  # fmt: skip
 WEIGHTS_ONLY = False
 _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _MAX_SCALE = 3.4028234663852886e38  # of float32
 _HYSTERESIS = 2  # Megatron-LM's own default
 _STEP_IN = {"fused": "groups", "torch": "state"}  # an Adam -> where it keeps its step
@@ -164,7 +163,7 @@ class Designer:
         return Design(self.files, self.builder.manifest(), tied, self.notes)
 
     def _has_moments(self) -> bool:
-        return any(state in _MOMENTS for state in self.states)
+        return any(state in SLOTS for state in self.states)
 
     def contents(self) -> str:
         """Which parts of a run are not in the files."""
@@ -315,7 +314,7 @@ class Designer:
                 entry: dict[str, object] = {}
                 if step is not None and step_in == "state":
                     entry["step"] = torch_zip.Known("F32", (), struct.pack("<f", step))
-                for moment in _MOMENTS:
+                for moment in SLOTS:
                     if moment in row.states:
                         key = f"{moment}/{row.param.name}"
                         entry[moment] = Spec(key, row.states[moment], row.param.shape)
@@ -397,7 +396,7 @@ class Designer:
             flat = megatron_optim.flat_buffer([r.param for r in pool], next(sizes))
             by_name = {r.param.name: r for r in pool}
             values: dict[str, object] = {}
-            for key, state in (("param", "master"), *((m, m) for m in _MOMENTS)):
+            for key, state in (("param", "master"), *((m, m) for m in SLOTS)):
                 if key != "param" and state not in pool[0].states:
                     continue
                 name = f"{number}.{key}"

@@ -34,7 +34,7 @@ from ....model.dtypes import ITEMSIZE
 from ....model.family import build_mesh, with_tensors
 from ....model.file_layout import Index
 from ....model.layout import check_layout, default_layout
-from ....model.manifest import Chunk, Manifest, SideFile
+from ....model.manifest import SLOTS, Chunk, Manifest, SideFile
 from ....model.placement import Piece, Placed, Placement, restrict
 from ....move.storage import StoragePath
 from .. import args as megatron_args
@@ -44,7 +44,7 @@ from ..classic import files as megatron_files
 from ..classic import reader as megatron
 from ..classic.files import TRACKER, iteration_folder
 from ..masters import differing_chunks
-from ..optimizer_reader import OptimizerReader
+from ..optimizer_reader import OptimizerReader, not_carried
 from . import flat as megatron_dist_flat
 from .boxes import boxes, half_of_gated
 from .files import COMMON_OBJECT, check_kind, common
@@ -53,8 +53,9 @@ NAME = "torch_dist"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 _STATE = re.compile(
-    r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param|param|momentum_buffer)\.(.+)"
+    rf"(?:chained_\d+\.)?optimizer\.state\.({'|'.join(SLOTS)}|fp32_param|param)\.(.+)"
 )
+_ANY_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\..+")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STATES = {"fp32_param": "master", "param": "master"}
 _OBJECTS = {  # objects that stay behind: part of the key -> reason
@@ -135,6 +136,14 @@ class _Reader:
         result, tensors = self.result, self.listing.tensors
         result.has_optimizer = any(_OPTIMIZER.match(name) for name in tensors)
         self._check_lost()
+        other = {
+            match[1]
+            for name in tensors
+            if (match := _ANY_STATE.fullmatch(name)) and not _STATE.fullmatch(name)
+        }
+        if other and not result.unread_optimizer:
+            why = not_carried(other)
+            result.unread_optimizer = f"{self.folder / METADATA}: {why}; {WITHOUT}"
         with_optimizer = not self.options.weights_only and not result.unread_optimizer
         if not with_optimizer:
             tensors = {n: stored for n, stored in tensors.items() if not _OPTIMIZER.match(n)}

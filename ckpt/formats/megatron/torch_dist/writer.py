@@ -23,7 +23,7 @@ from ....model.dtypes import HALF, TO_TORCH
 from ....model.family import build_mesh
 from ....model.file_layout import Checksum, FileLayout, Spec
 from ....model.layout import default_layout
-from ....model.manifest import SideFile
+from ....model.manifest import SLOTS, SideFile
 from ....model.placement import Placed, Placement
 from ...writing import StoredDtypes, WriteRequest, Written, checksums
 from .. import names as megatron_names
@@ -107,7 +107,7 @@ class _Designer:
         a model that is all fp32 as well, and fails where they are missing.
         """
         needed = {*self.states, *(("master",) if self.states and self.target.sharded else ())}
-        return [s for s in ("master", "exp_avg", "exp_avg_sq", "momentum_buffer") if s in needed]
+        return [s for s in ("master", *SLOTS) if s in needed]
 
     def _state(self, state: str, row: Placed, weight: str) -> None:
         """Optimizer state; the distributed optimizer has masters of fp32 weights too."""

@@ -37,7 +37,7 @@ for batch in loader:
         optimizer.step()
         optimizer.zero_grad()
     losses.append(loss.item())
-name = str(folder / f"checkpoint-epoch-0-{precision}-{accelerator.num_processes}")
+name = str(folder / f"checkpoint-epoch-0-{precision}-{accelerator.parallel.world_size}")
 accelerator.wait_for_everyone()
 accelerator.save_state(name)
 accelerator.load_state(name)

@@ -155,7 +155,12 @@ def freeze(model, beginnings: Sequence[str]) -> None:
 
 
 def plain(case: Case, batches: Sequence[Sequence[int]], ends: Sequence[int]) -> dict[str, Any]:
-    """The case on one process without us: ``batches`` are rows, ``ends`` where an epoch ends."""
+    """The case on one process without us: ``batches`` are rows, ``ends`` where an epoch ends.
+
+    Each data-parallel rank has the mean loss of its share of a batch, and gradients are those of
+    the mean of these; ``losses`` has a list for each batch.
+    """
+    share, dp = case.micro * case.plugin.get("num_micro_batches", 1), replicas(case)
     model = make_model(case.model)
     freeze(model, case.frozen)
     optimizer = make_optimizer(model, case.optimizer)
@@ -164,11 +169,16 @@ def plain(case: Case, batches: Sequence[Sequence[int]], ends: Sequence[int]) -> 
     found: dict[str, Any] = {"losses": [], "norms": [], "lrs": []}
     since = 0
     for number, inside in enumerate(batches):
-        batch = torch.utils.data.default_collate([rows[i] for i in inside])
-        batch.pop("row")
-        loss = model(**batch).loss
-        (loss / case.accumulate).backward()
-        found["losses"].append(loss.item())
+        shares = [inside[at : at + share] for at in range(0, len(inside), share)]
+        losses = []
+        for ours in shares:
+            batch = torch.utils.data.default_collate([rows[i] for i in ours])
+            batch.pop("row")
+            loss = model(**batch).loss
+            (loss / case.accumulate / len(shares)).backward()
+            losses.append(loss.item())
+        idle = [sum(losses) / len(losses)] * (dp - len(losses))  # ranks without a real row
+        found["losses"].append(losses + idle)
         since += 1
         if since == case.accumulate or number + 1 in ends:
             since = 0
@@ -177,11 +187,17 @@ def plain(case: Case, batches: Sequence[Sequence[int]], ends: Sequence[int]) -> 
             found["norms"].append(norm.item())
             optimizer.step()
             if schedule is not None:
-                schedule.step()
+                for _ in range(dp):
+                    schedule.step()
                 found["lrs"].append(schedule.get_last_lr())
             optimizer.zero_grad()
     found["weights"] = model.state_dict()
     return found
+
+
+def replicas(case: Case) -> int:
+    """The data-parallel ranks of a case."""
+    return case.world // (case.plugin.get("tp_degree", 1) * case.plugin.get("pp_degree", 1))
 
 
 def worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
@@ -214,8 +230,6 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
     """In a process: what every job returned; None for those of other processes."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import TrainError
-    from shardwright.train.core.process import shutdown
-    from shardwright.train.patches.megatron import import_megatron
 
     process, found, started = int(os.environ["RANK"]), [], time.monotonic()
     for i, (world, name, arguments) in enumerate(jobs):
@@ -233,8 +247,7 @@ def serve(folder: str, jobs: Sequence[Job]) -> list[object]:
             found.append(globals()[name](**arguments))
         except (TrainError, CheckpointError) as error:
             found.append(f"{type(error).__name__}: {error}")
-        if import_megatron("parallel_state").model_parallel_is_initialized():
-            shutdown()
+        leave()
         dist.destroy_process_group()
     return found
 
@@ -253,6 +266,7 @@ def made(case: Case, **options: Any):
 
 def prepared(case: Case, accelerator) -> tuple[Any, Any, Any, Any]:
     """Model, optimizer, loader and scheduler (or None) of the case."""
+    torch.manual_seed(11)  # of a shuffle, and of dropout
     model = make_model(case.model)
     freeze(model, case.frozen)
     optimizer = make_optimizer(model, case.optimizer)
@@ -312,6 +326,7 @@ def train(case: Mapping[str, Any], evaluate: bool = False) -> dict[str, Any]:
 
     found = gathered(steps())
     found["ends"] = [len(loader) * (epoch + 1) for epoch in range(said.epochs)]
+    found["replica"] = accelerator.process_index
     found["weights"] = accelerator.get_state_dict(model)
     if evaluate:
         model.eval()
@@ -420,7 +435,10 @@ def variant(case: Mapping[str, Any], hooks: Sequence[str] = (), steps: int = 2) 
         found["reported"].append(getattr(out, "reported", None))
         optimizer.step()
         optimizer.zero_grad()
-    found["weights"] = accelerator.get_state_dict(model)
+    found["weights"], found["replica"] = (
+        accelerator.get_state_dict(model),
+        accelerator.process_index,
+    )
     return found
 
 
@@ -459,12 +477,16 @@ def schedules() -> dict[str, Any]:
     return found
 
 
-def _leave(accelerator) -> None:
-    """Make way for another accelerator in this process."""
-    from shardwright.train.core.process import shutdown
+def leave() -> None:
+    """Make way for another accelerator, and another layout, in this process."""
+    from shardwright.train.accelerate import state
 
+    state.leave()
+
+
+def _leave(accelerator) -> None:
     accelerator.free_memory()
-    shutdown()
+    leave()
 
 
 # --- saving and resuming -----------------------------------------------------------------------
@@ -531,7 +553,7 @@ def resume(case: Mapping[str, Any], source: str, epoch: int) -> dict[str, Any]:
             for batch in first if now == epoch else loader:
                 yield one_batch(said, accelerator, *_without_loader(things), batch)
 
-    start = accelerator.step
+    start = accelerator.updates
     found = gathered(steps())
     return found | {
         "counter": count,
@@ -587,7 +609,7 @@ def surface(folder: str) -> dict[str, Any]:
         tp_degree=2, tensorboard_dir=str(place / "events"), set_all_logging_options=True
     )
     accelerator = Accelerator(
-        megatron_lm_plugin=plugin, log_with="tensorboard", project_dir=place / "project", seed=4
+        megatron_lm_plugin=plugin, log_with="tensorboard", project_dir=place / "project"
     )
     with accelerator.main_process_first(), accelerator.autocast():
         original = make_model("llama")
@@ -595,14 +617,14 @@ def surface(folder: str) -> dict[str, Any]:
     rows = make_rows(10)
     loaders = [torch.utils.data.DataLoader(rows, batch_size=size) for size in (4, 2)]
     model, optimizer, loader, evaluation = accelerator.prepare(original, optimizer, *loaders)
-    rank, dp_rank = accelerator.process_index, accelerator.parallel.dp_rank
+    rank, dp_rank = accelerator.parallel.rank, accelerator.parallel.dp_rank
     mine = torch.tensor([float(dp_rank)])
     found: dict[str, Any] = {
         "who": [
-            rank, accelerator.local_process_index, accelerator.num_processes,
+            accelerator.process_index, accelerator.local_process_index, accelerator.num_processes,
             accelerator.is_main_process, accelerator.is_local_main_process,
             accelerator.is_last_process, str(accelerator.device), accelerator.sync_gradients,
-            accelerator.state.megatron_lm_plugin.global_batch_size, accelerator.seed,
+            accelerator.state.megatron_lm_plugin.global_batch_size,
         ],
         "batch sizes": [loader.batch_size, loader.total_batch_size, evaluation.batch_size],
         "lengths": [len(loader), len(evaluation), loader.total_dataset_length],
@@ -668,7 +690,7 @@ def environment() -> list[Any]:
     return [
         p.tp, p.pp, s.batch.num_micro_batches, s.parallelism.sequence_parallel,
         s.optimizer.clip_grad, accelerator.mixed_precision,
-        accelerator.gradient_accumulation_steps, accelerator.distributed_type,
+        accelerator.gradient_accumulation_steps, accelerator.distributed_type.value,
     ]  # fmt: skip
 
 
@@ -753,8 +775,8 @@ def orders() -> dict[str, Any]:
     for _ in shuffled:
         break  # an epoch that is broken off is over
     found["third"] = [b["row"].tolist() for b in shuffled]
-    shuffled.set_epoch(2)
-    found["third again"] = [b["row"].tolist() for b in shuffled]
+    p = accelerator.parallel
+    found["third of torch"] = _third_of_torch(rows, p.dp_rank)
     found["again"] = [
         made_loaders["workers"].restore({"epoch": 1, "seed": 3, "samples": 12}),
         made_loaders["workers"].batches_seen,
@@ -767,6 +789,17 @@ def orders() -> dict[str, Any]:
             found["synchronized"].append(accelerator.sync_gradients)
         assert len(list(made_loaders["workers"])) == len(made_loaders["workers"])
     return found
+
+
+def _third_of_torch(rows, replica: int) -> list[list[int]]:
+    """This rank's rows in torch's third iteration over the loader `generator` of eight rows."""
+    generator = torch.Generator().manual_seed(5)
+    loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True, generator=generator)
+    for _ in range(3):
+        batches = [batch["row"].tolist() for batch in loader]
+    (whole, rest) = batches
+    filled = (rest + whole)[:8]
+    return [part[replica * 4 : replica * 4 + 4] for part in (whole, filled)]
 
 
 def broken_gradient(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -796,7 +829,7 @@ def faulty(folder: str) -> str:
     for number, batch in enumerate(loader):
         if number == 1:
             accelerator.save_state(Path(folder) / "before")
-            if accelerator.process_index == 2:
+            if accelerator.parallel.rank == 2:
                 with torch.no_grad():
                     next(iter(model.parameters())).view(-1)[0] = torch.nan
         one_batch(case, accelerator, model, optimizer, schedule, batch)
@@ -810,8 +843,6 @@ def refusals(names: Sequence[str]) -> dict[str, str]:
     """The error that each of `REFUSED` ends with, or nothing."""
     from shardwright.ckpt import CheckpointError
     from shardwright.train import TrainError
-    from shardwright.train.core.process import shutdown
-    from shardwright.train.patches.megatron import import_megatron
 
     found = {}
     for name in names:
@@ -820,8 +851,7 @@ def refusals(names: Sequence[str]) -> dict[str, str]:
             found[name] = ""
         except (TrainError, CheckpointError) as error:
             found[name] = str(error)
-        if import_megatron("parallel_state").model_parallel_is_initialized():
-            shutdown()
+        leave()
     return found
 
 
@@ -938,9 +968,6 @@ REFUSED = {
     "no input_ids": lambda: _call(lambda batch: {"labels": batch["labels"]}),
     "labels of another shape": lambda: _call(_kept({"labels": torch.zeros(2, 5).long()})),
     "all labels masked": lambda: _call(_kept({"labels": torch.full((2, LENGTH), -100)})),
-    "rows that do not divide": lambda: _call(
-        lambda batch: {k: torch.cat([v, v[:1]]) for k, v in batch.items()}
-    ),
     "a sequence that is too long": lambda: _call(lambda batch: batch, n_positions=8),
     "longer than seq_length": lambda: _call(lambda batch: batch, {"seq_length": 8}),
     "positions of a rotary model": lambda: _call(

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -137,7 +138,11 @@ RESUMED: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {  # saved run, rank
     "tp2pp2": ("tp2pp2", 4, TP2PP2),
     "tp1pp4": ("tp2pp2", 4, {"pp_degree": 4, "num_micro_batches": 2}),
     "one process": ("tp2pp2", 1, {"num_micro_batches": 2}),
-    "dp2, distributed": ("tp2pp2", 2, {"use_distributed_optimizer": True}),
+    "tp2, distributed": (
+        "tp2pp2",
+        2,
+        {"tp_degree": 2, "num_micro_batches": 2, "use_distributed_optimizer": True},
+    ),
     "dropout": ("dropout", 4, SAVED["dropout"][0].plugin),
     "sgd": ("sgd", 4, SAVED["sgd"][0].plugin),
     "unfinished step": ("unfinished step", 1, {}),
@@ -207,6 +212,8 @@ def resumed(ran: dict[str, Any], place: Path) -> dict[str, Any]:
     jobs["weights alone"] = (
         1, "load_weights", {"case": case, "source": str(place / "tp2pp2" / "run")}
     )  # fmt: skip
+    case = _json(Case("llama", 2, {"use_distributed_optimizer": True}))
+    jobs["dp2"] = (2, "load_weights", {"case": case, "source": str(place / "tp2pp2" / "run")})
     source = str(place / "command" / "out")
     case = _json(Case("llama", 2, {"pp_degree": 2}))
     jobs["of train-ckpt"] = (
@@ -223,18 +230,23 @@ def test_a_training_is_that_of_plain_transformers(name: str, ran: dict[str, Any]
     case, found = CASES[name], ran[name][0]
     expected = plain(case, found["rows"], found["ends"])
     loose = 500 if case.precision == "bf16" else 1
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-4 * loose)
+    for rank in ran[name]:
+        losses = [of_step[rank["replica"]] for of_step in expected["losses"]]
+        assert rank["losses"] == pytest.approx(losses, abs=1e-4 * loose)
     assert found["norms"] == pytest.approx(expected["norms"], abs=1e-4 * loose)
     assert found["lrs"] == expected["lrs"]
-    assert worst(found["weights"], expected["weights"]) < 2e-4 * loose
+    # GPT-2's biases of keys have no gradient but rounding, which Adam makes steps of
+    assert worst(found["weights"], expected["weights"]) < 4e-4 * loose
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_sees_the_same_numbers(name: str, ran: dict[str, Any]) -> None:
     first = ran[name][0]
     for rank in ran[name][1:]:
-        for key in ("losses", "norms", "lrs", "rows"):
+        for key in ("norms", "lrs", "rows"):
             assert rank[key] == first[key], key
+        twin = next(one for one in ran[name] if one["replica"] == rank["replica"])
+        assert rank["losses"] == twin["losses"]
         assert worst(rank["weights"], first["weights"]) == 0.0
 
 
@@ -265,9 +277,13 @@ def test_evaluation_gives_loss_and_logits_of_transformers(name: str, ran: dict[s
     rows = make_rows(case.rows, case.length, case.pads)
     whole = torch.utils.data.default_collate([rows[i] for i in found["eval_rows"]])
     whole.pop("row")
+    share = case.micro * case.plugin.get("num_micro_batches", 1)
     with torch.no_grad():
         expected = model.eval()(**whole)
-    assert found["eval_loss"] == pytest.approx(expected.loss.item(), abs=1e-4)
+        for rank in ran[name]:
+            at = rank["replica"] * share
+            own = {key: value[at : at + share] for key, value in whole.items()}
+            assert rank["eval_loss"] == pytest.approx(model(**own).loss.item(), abs=1e-4)
     real = whole.get("attention_mask", torch.ones(len(found["eval_rows"]), case.length)).bool()
     torch.testing.assert_close(found["logits"][real], expected.logits[real], atol=1e-4, rtol=1e-4)
     assert found["logits"].shape[-1] == VOCAB  # padding rows of the vocabulary are left out
@@ -278,14 +294,15 @@ def test_evaluation_gives_loss_and_logits_of_transformers(name: str, ran: dict[s
 # --- functions and settings of the user's own --------------------------------------------------
 
 
-def _micro_batches(name: str, rows: list[int]) -> list[dict[str, torch.Tensor]]:
-    """The rows of a global batch as the micro-batches of all data-parallel ranks."""
+def _micro_batches(name: str, rows: list[int]) -> list[list[dict[str, torch.Tensor]]]:
+    """The rows of a global batch as the micro-batches of each data-parallel rank."""
     case = VARIANTS[name][0]
-    every = make_rows(case.rows, case.length)
-    return [
+    every, count = make_rows(case.rows, case.length), case.plugin.get("num_micro_batches", 1)
+    micros = [
         torch.utils.data.default_collate([every[i] for i in rows[at : at + case.micro]])
         for at in range(0, len(rows), case.micro)
     ]
+    return [micros[at : at + count] for at in range(0, len(micros), count)]
 
 
 def _losses(model, batch: Mapping[str, torch.Tensor], mask4d: torch.Tensor | None = None):
@@ -306,7 +323,7 @@ def _halves(model, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _expected_loss(name: str, model, micros: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """What the loss of a global batch must be."""
+    """What the loss of a data-parallel rank must be."""
     if name in ("custom batch", "custom step"):
         factor = 0.5 if name == "custom step" else 1.0
         return factor * sum(_halves(model, micro) for micro in micros) / len(micros)
@@ -333,9 +350,11 @@ def test_a_loss_of_the_users_own_has_its_gradient(name: str, ran: dict[str, Any]
     if name == "conditions":
         optimizer = _conditional_groups(model)
     for number, rows in enumerate(found["rows"]):
-        loss = _expected_loss(name, model, _micro_batches(name, rows))
-        loss.backward()
-        assert found["losses"][number] == pytest.approx(loss.item(), abs=1e-4)
+        losses = [_expected_loss(name, model, of_rank) for of_rank in _micro_batches(name, rows)]
+        (sum(losses) / len(losses)).backward()
+        for rank in ran[name]:
+            expected = losses[rank["replica"]].item()
+            assert rank["losses"][number] == pytest.approx(expected, abs=1e-4)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert found["norms"][number] == pytest.approx(norm.item(), abs=1e-4)
         optimizer.step()
@@ -431,17 +450,18 @@ def test_consumed_samples_begin_where_an_earlier_run_ended(ran: dict[str, Any]) 
 def test_loaders_of_every_kind_give_each_rank_its_rows(ran: dict[str, Any]) -> None:
     first, second = ran["orders"]
     labels = [row["labels"][-1].item() for row in make_rows(10)]
-    for name in ("stream", "workers"):
-        assert [rows for rows, _ in first[name]] == [[0, 1, 4, 5], [8, 9, 2, 3]]
-        assert [rows for rows, _ in second[name]] == [[2, 3, 6, 7], [0, 1, 4, 5]]
+    for name in ("workers",):
+        assert [rows for rows, _ in first[name]] == [[0, 1, 2, 3], [8, 9, 0, 1]]
+        assert [rows for rows, _ in second[name]] == [[4, 5, 6, 7], [2, 3, 4, 5]]
         # rows that only fill up the last batch have no labels
         assert first[name][1][1] == [labels[8], labels[9], -100, -100]
         assert second[name][1][1] == [-100] * 4
-    assert [rows for rows, _ in first["dropping"]] == [[0, 1, 4, 5]]
+    assert [rows for rows, _ in first["stream"]] == [[0, 1, 2, 3], [8]]
+    assert [rows for rows, _ in second["stream"]] == [[4, 5, 6, 7], [9]]
+    assert [rows for rows, _ in first["dropping"]] == [[0, 1, 2, 3]]
     for name in ("subset", "weighted", "generator"):
-        places = [[*a[:2], *b[:2], *a[2:], *b[2:]] for (a, _), (b, _)
-                  in zip(first[name], second[name], strict=True)]  # fmt: skip
-        found = [*chain(*places)]
+        pairs = zip(first[name], second[name], strict=True)
+        found = [*chain(*([*a, *b] for (a, _), (b, _) in pairs))]
         if name == "subset":
             assert sorted(found[:5]) == [1, 3, 5, 7, 9]
         if name == "generator":
@@ -450,8 +470,8 @@ def test_loaders_of_every_kind_give_each_rank_its_rows(ran: dict[str, Any]) -> N
 
 def test_an_epoch_that_is_broken_off_does_not_come_again(ran: dict[str, Any]) -> None:
     found = ran["orders"][0]
-    assert found["third"] == found["third again"]
     assert found["third"] != [rows for rows, _ in found["generator"]]
+    assert found["third"] == found["third of torch"]
 
 
 def test_a_cursor_of_another_global_batch_loses_no_sample(ran: dict[str, Any]) -> None:
@@ -498,7 +518,8 @@ def test_a_random_state_that_cannot_be_restored_is_said(
     place: Path, resumed: dict[str, Any]
 ) -> None:
     said = (place / "second" / "output.txt").read_text()
-    assert said.count("reseeded from (seed 1234, step 4, rank); another layout saved it") == 3
+    pattern = r"reseeded from \(seed \d+, step 4, rank\); another layout saved it"
+    assert len(re.findall(pattern, said)) == 4
     assert resumed["hf"]
 
 
@@ -510,9 +531,12 @@ def test_a_hugging_face_folder_is_loaded_and_a_rate_of_zero_changes_nothing(
         assert worst(rank, expected) == 0.0
 
 
-def test_weights_are_loaded_without_their_optimizer(place: Path, resumed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["weights alone", "dp2"])
+def test_weights_are_loaded_without_their_optimizer_or_over_data_parallel_ranks(
+    name: str, place: Path, resumed: dict[str, Any]
+) -> None:
     saved = open_checkpoint(place / "tp2pp2" / "run")
-    found = resumed["weights alone"][0]
+    found = resumed[name][0]
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[name].torch()), name
 
@@ -570,22 +594,22 @@ def test_every_command_reads_what_was_saved(
 def test_each_rank_knows_who_it_is(ran: dict[str, Any]) -> None:
     for rank, found in enumerate(ran["surface"]):
         first = rank == 0
-        who = [rank, rank, 4, first, first, rank == 3, "cpu", True, 4, 4]
+        # two replicas: the first rank of the last one is the last process
+        who = [rank // 2, rank, 2, first, first, rank == 2, "cpu", True, 4]
         assert found["who"] == who
         assert found["main"] == (0 if first else None)
         assert found["unwrapped"]
-        assert found["batch sizes"] == [2, 4, 2]  # the smaller loader says the micro-batch
-        assert found["lengths"] == [3, 3, 10]
+        assert found["batch sizes"] == [4, 8, 2]
+        assert found["lengths"] == [2, 3, 10]
 
 
 def test_tensors_are_gathered_over_the_data_parallel_ranks(ran: dict[str, Any]) -> None:
     for rank, found in enumerate(ran["surface"]):
-        dp_rank = rank // 2
         assert found["gather"]["a"].tolist() == [0, 1]
         assert [part.tolist() for part in found["gather"]["b"]] == [[1, 2], [0, 1]]
         assert found["objects"] == [rank % 2, rank % 2 + 2]
-        assert (found["sum"].item(), found["mean"].item()) == (3, 1)
-        assert found["as it is"].item() == dp_rank
+        assert (found["sum"].item(), found["mean"].item()) == (3, 0.5)
+        assert found["as it is"].item() == 1  # Accelerate's "none" sums as well
 
 
 def test_metrics_are_of_every_row_once_in_the_loaders_order(ran: dict[str, Any]) -> None:
@@ -615,22 +639,26 @@ def _events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_tracker_has_what_the_script_logged(place: Path, ran: dict[str, Any]) -> None:
     logged = _events(place / "project" / "guide")
     losses = [loss for loss, _ in ran["surface"][0]["train"]]
-    assert [step for step, _ in logged["loss"]] == [0, 1, 2]
+    assert [step for step, _ in logged["loss"]] == [0, 1]
     assert [value for _, value in logged["loss"]] == pytest.approx(losses)
 
 
 def test_tensorboard_dir_has_every_step_and_evaluation(place: Path, ran: dict[str, Any]) -> None:
     logged, found = _events(place / "events"), ran["surface"][0]
     assert logged.keys() == {"loss", "lr", "grad_norm", "params_norm", "eval_loss"}
-    losses, norms = zip(*found["train"], strict=True)
+    losses = [  # of both data-parallel ranks
+        (one + other) / 2
+        for (one, _), (other, _) in zip(found["train"], ran["surface"][2]["train"], strict=True)
+    ]
+    norms = [norm for _, norm in found["train"]]
     assert [value for _, value in logged["loss"]] == pytest.approx(losses)
     assert [value for _, value in logged["grad_norm"]] == pytest.approx(norms)
-    assert [value for _, value in logged["lr"]] == pytest.approx([LR] * 3)
+    assert [value for _, value in logged["lr"]] == pytest.approx([LR] * 2)
     squares = sum(float(w.double().square().sum()) for w in found["weights"].values())
     assert found["params_norm"] == pytest.approx(squares**0.5, rel=1e-6)
     assert logged["params_norm"][-1][1] == pytest.approx(squares**0.5, rel=1e-6)
     ((step, loss),) = logged["eval_loss"]
-    assert step == 3
+    assert step == 2
     assert 3 < loss < 7
 
 
@@ -672,12 +700,11 @@ ERRORS: Mapping[str, tuple[str, ...]] = {
     "no_sync and overlap": ("overlap_grad_reduce",),
     "another loss": ("not the loss that the prepared model returned", "custom_loss_function"),
     "the loss of eval": ("eval mode", "model.train()"),
-    "unknown keys": ("token_type_ids, use_cache", "collate"),
+    "unknown keys": ("the batch also has token_type_ids", "collate"),
     "no labels": ("no labels", "model.eval()"),
     "no input_ids": ("needs input_ids", "labels"),
     "labels of another shape": ("(2, 5)", "(2, 12)"),
     "all labels masked": ("every label is masked",),
-    "rows that do not divide": ("3 rows", "micro-batches of 2"),
     "a sequence that is too long": ("12 tokens", "positions of 8"),
     "longer than seq_length": ("12 tokens", "seq_length of 8"),
     "positions of a rotary model": ("position_ids", "leave position_ids out"),
@@ -733,8 +760,8 @@ def _guide_data(place: Path) -> None:
     torch.save(torch.arange(40 * LENGTH).view(40, LENGTH) * 7919 % VOCAB, place / "ids.pt")
 
 
-def _plain_guide(place: Path, size: int) -> list[float]:
-    """The guide's losses by transformers; ``size`` rows in a batch."""
+def _plain_guide(place: Path, size: int, ranks: int = 1) -> list[float]:
+    """The guide's losses by transformers on the first of ``ranks``; ``size`` rows in a batch."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.random.fork_rng(devices=[]):
@@ -744,9 +771,9 @@ def _plain_guide(place: Path, size: int) -> list[float]:
     batches = torch.load(place / "ids.pt").split(size)
     losses = []
     for number, ids in enumerate(batches, 1):
-        loss = model(ids, labels=ids).loss
-        (loss / 8).backward()
-        losses.append(loss.item())
+        of_ranks = [model(part, labels=part).loss for part in ids.split(size // ranks)]
+        (sum(of_ranks) / len(of_ranks) / 8).backward()
+        losses.append(of_ranks[0].item())
         if number % 8 == 0 or number == len(batches):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -828,7 +855,7 @@ def test_the_guides_script_runs_as_it_is_in_four_processes(tmp_path: Path) -> No
 
 def test_the_guides_script_runs_data_parallel(place: Path, ran: dict[str, Any]) -> None:
     assert ran["guide tp2 dp2"]
-    expected = _plain_guide(place, 8)
+    expected = _plain_guide(place, 8, 2)
     assert _guide_losses(place, "no", 4) == pytest.approx(expected, abs=1e-4)
 
 
@@ -847,7 +874,7 @@ def test_the_guides_script_runs_on_gpus(fields: dict[str, Any], tmp_path: Path) 
     ranks_of_gpus = [*TORCHRUN[:-1], "--nproc-per-node=2", str(GUIDE.parent / "gpu_ranks.py")]
     _run_guide(ranks_of_gpus, fields, "bf16", tmp_path)
     ranks = fields.get("tp_degree", 2) * fields.get("pp_degree", 2)
-    expected = _plain_guide(tmp_path, 4 * 2 // ranks)
+    expected = _plain_guide(tmp_path, 4 * 2 // ranks, 2 // ranks)
     assert _guide_losses(tmp_path, "bf16", 2) == pytest.approx(expected, abs=2e-2)
 
 

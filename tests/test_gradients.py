@@ -7,6 +7,7 @@ the same weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,6 +35,12 @@ def batch_of(number: int) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels")}
 
 
+def share_of(number: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """A data-parallel rank's rows of a batch."""
+    share = ROWS // ranks
+    return {k: v[rank * share : (rank + 1) * share] for k, v in batch_of(number).items()}
+
+
 # --- in the ranks ------------------------------------------------------------------------------
 
 
@@ -50,10 +57,8 @@ class Script:
 
     def forward(self, number: int) -> torch.Tensor:
         """This data-parallel rank's share of a batch; the loss."""
-        p, batch = self.accelerator.parallel, batch_of(number)
-        share = ROWS // p.dp
-        mine = {k: v[p.dp_rank * share : (p.dp_rank + 1) * share] for k, v in batch.items()}
-        return self.model(**mine).loss
+        p = self.accelerator.parallel
+        return self.model(**share_of(number, p.dp_rank, p.dp)).loss
 
     def backward(self, number: int) -> None:
         self.accelerator.backward(self.forward(number))
@@ -106,7 +111,6 @@ def _evaluated_between(script: Script) -> float:
 def _not_synchronized(script: Script) -> float:
     with script.accelerator.no_sync(script.model):
         script.backward(0)
-        script.optimizer.step()  # does nothing, as in Accelerate
     script.backward(1)
     return script.step()
 
@@ -175,7 +179,8 @@ REFUSED: Mapping[str, tuple[Callable[[Script], None], str]] = {
 
 def in_ranks() -> dict[str, dict[str, Any]]:
     """Layout -> order -> norm, or the message of a refusal."""
-    from shardwright.train.core.process import shutdown
+    from accelerator_jobs import leave
+
     from shardwright.train.errors import TrainError
 
     def message(act: Callable[[], object]) -> str:
@@ -198,13 +203,13 @@ def in_ranks() -> dict[str, dict[str, Any]]:
         found[name]["afterwards"] = _one(script)
         found[name]["factor"] = float(script.model.engine.config.grad_scale_func(torch.ones(1)))
         script.accelerator.free_memory()
-        shutdown()
+        leave()
     script = Script(OVERLAPPED)
     names = ("one forward", "again", "cleared in between")
     found["overlapped"] = {name: ORDERS.get(name, (_one,))[0](script) for name in names}
     found["overlapped"]["two forwards"] = message(lambda: _two(script))
     script.accelerator.free_memory()
-    shutdown()
+    leave()
     return found
 
 
@@ -219,24 +224,32 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, An
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[tuple[int, ...], float]:
-    """The norm of the summed gradients of some forwards, by transformers alone."""
+def expected() -> dict[tuple[int, tuple[int, ...]], float]:
+    """The norm of the summed gradients of some forwards, by transformers alone.
+
+    A key is the number of data-parallel ranks, each with a loss of its own, and the forwards.
+    """
     found = {}
-    for batches in {counted for _, counted in ORDERS.values()}:
+    for ranks, batches in product((1, 2), {counted for _, counted in ORDERS.values()}):
         model = make_model("gpt2")
         for number in batches:
-            model(**batch_of(number)).loss.backward()
+            for rank in range(ranks):
+                (model(**share_of(number, rank, ranks)).loss / ranks).backward()
         squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-        found[batches] = float(sum(squares)) ** 0.5
+        found[ranks, batches] = float(sum(squares)) ** 0.5
     return found
+
+
+def replicas(layout: str) -> int:
+    return 2 if layout.startswith("dp2") else 1
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_reduced_once_in_every_order_of_calls(
-    layout: str, order: str, ran: list[Any], expected: Mapping[tuple[int, ...], float]
+    layout: str, order: str, ran: list[Any], expected: Mapping[Any, float]
 ) -> None:
-    wanted = expected[ORDERS[order][1]]
+    wanted = expected[replicas(layout), ORDERS[order][1]]
     assert [rank[layout][order] for rank in ran] == pytest.approx([wanted] * 2, rel=1e-4)
 
 
@@ -251,32 +264,36 @@ def test_orders_that_cannot_be_right_are_refused_on_every_rank(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_after_a_refusal(
-    layout: str, ran: list[Any], expected: Mapping[tuple[int, ...], float]
+    layout: str, ran: list[Any], expected: Mapping[Any, float]
 ) -> None:
+    wanted = expected[replicas(layout), (0,)]
     for rank in ran:
-        assert rank[layout]["afterwards"] == pytest.approx(expected[(0,)], rel=1e-4)
+        assert rank[layout]["afterwards"] == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_layer_adds_to_the_loss_is_divided_by_the_tokens_of_the_batch(
     layout: str, ran: list[Any]
 ) -> None:
-    counted = int((batch_of(0)["labels"][:, 1:] != -100).sum())
-    for rank in ran:  # megatron-core scales auxiliary losses by this factor, once
-        assert rank[layout]["factor"] == pytest.approx(1 / counted, rel=1e-6)
+    ranks = replicas(layout)
+    for number, rank in enumerate(ran):  # megatron-core scales auxiliary losses by this, once
+        counted = int((share_of(0, number % ranks, ranks)["labels"][:, 1:] != -100).sum())
+        assert rank[layout]["factor"] == pytest.approx(1 / counted / ranks, rel=1e-6)
 
 
 def test_overlapped_reduction_takes_one_forward_for_each_step(
-    ran: list[Any], expected: Mapping[tuple[int, ...], float]
+    ran: list[Any], expected: Mapping[Any, float]
 ) -> None:
     for rank in ran:
         found = rank["overlapped"]
         norms = [found[name] for name in ("one forward", "again", "cleared in between")]
-        assert norms == pytest.approx([expected[(0,)]] * 3, rel=1e-4)
+        assert norms == pytest.approx([expected[2, (0,)]] * 3, rel=1e-4)
         assert "overlap_grad_reduce" in found["two forwards"]
 
 
 def test_a_script_of_several_forwards_has_other_gradients_than_of_one(
-    expected: Mapping[tuple[int, ...], float],
+    expected: Mapping[Any, float],
 ) -> None:
-    assert len({round(norm, 3) for norm in expected.values()}) == len(expected)
+    for ranks in (1, 2):
+        norms = [round(norm, 3) for (of, _), norm in expected.items() if of == ranks]
+        assert len(set(norms)) == len(norms)

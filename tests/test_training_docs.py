@@ -42,10 +42,11 @@ def test_the_tree_is_that_of_the_code() -> None:
 def test_every_member_that_scripts_use_is_named() -> None:
     from shardwright.train.accelerate.accelerator import Accelerator
     from shardwright.train.accelerate.loader import PreparedLoader
-    from shardwright.train.accelerate.prepare import PreparedModel
+    from shardwright.train.accelerate.model import PreparedModel
 
-    inside = {"remember_loss", "evaluated", "after_step", "rows_of_micro_batch", "longest"}
-    inside |= {"skipping", "state", "restore", "start_after"}
+    inside = {"remember_loss", "evaluated", "clear_gradients", "whole_state", "restart", "tell"}
+    inside |= {"registered", "pending_batches", "active_loader"}
+    inside |= {"skipping", "state", "restore", "start_after", "begin", "of"}
     for kind in (Accelerator, PreparedLoader, PreparedModel):
         public = {name for name in vars(kind) if not name.startswith("_")}
         lacking = sorted(name for name in public - inside if f"`{name}`" not in PAGE)

@@ -11,13 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .accelerate.accelerator import Accelerator, MegatronLMDummyScheduler
+    from .accelerate.accelerator import Accelerator
+    from .accelerate.schedulers import MegatronLMDummyScheduler
     from .config.plugin import MegatronLMPlugin
     from .errors import TrainError
 
 _HOMES = {
     "Accelerator": "accelerate.accelerator",
-    "MegatronLMDummyScheduler": "accelerate.accelerator",
+    "MegatronLMDummyScheduler": "accelerate.schedulers",
     "MegatronLMPlugin": "config.plugin",
     "TrainError": "errors",
 }

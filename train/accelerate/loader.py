@@ -1,259 +1,255 @@
-"""A script's DataLoader as this rank's share of global batches.
+"""A script's DataLoader on data-parallel replicas.
 
-Rows of a global batch are assigned as in ``data.py``: row ``(m * dp + r) * b + j`` is row j of
-micro-batch m on data-parallel rank r, so that a run on another number of ranks sees the same
-global batches. The order of an epoch is a function of (seed, epoch) alone, and the same on every
-rank. Rows that fill up an epoch's last batch have no label, so that they do not count.
+Accelerate's own loader cuts the data over replicas, on the first rank of each, its leader; peers
+receive. A batch has the loader's ``batch_size`` times ``num_micro_batches`` rows, unless batches
+are split. Rows that only fill an epoch's last batch have no label, so that they do not count.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    DataLoaderStateMixin,
+    SeedableRandomSampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration, send_to_device
 
-from ..data.samples import epoch_seed, rows_of
 from ..errors import TrainError
+from ..patches.accelerate import leaders_alone
+from .order import Cursor, Ordered, OrderedBatches, drawing, skip_draws
+from .replica import Replica
 
 IGNORED = -100  # label of a position that does not count, as in transformers
+_END = "the end"  # in place of a batch
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which rows of a global batch are this rank's."""
+    """How an epoch is cut."""
 
-    micro_batch_size: int
-    num_micro_batches: int
+    micro_batches: int  # that a batch is made of
+    dp: int
     dp_rank: int
-    dp_size: int
-
-    @property
-    def rank_rows(self) -> int:
-        """Rows of one data-parallel rank."""
-        return self.micro_batch_size * self.num_micro_batches
-
-    @property
-    def total_rows(self) -> int:
-        """Rows of all data-parallel ranks."""
-        return self.rank_rows * self.dp_size
-
-    def places(self, dp_rank: int | None = None) -> list[int]:
-        """Places in a global batch of a rank's rows, micro-batch by micro-batch."""
-        rank = self.dp_rank if dp_rank is None else dp_rank
-        return [
-            place
-            for micro in range(self.num_micro_batches)
-            for place in rows_of(micro, self.micro_batch_size, rank, self.dp_size)
-        ]
+    config: DataLoaderConfiguration
+    rng_types: tuple[Any, ...] = ()
 
 
-@dataclass(slots=True)
-class Cursor:
-    """Where in the data a loader is; loaders that skip batches share it with their source."""
-
-    seed: int
-    epoch: int = 0  # the epoch under way, or the next
-    batches: int = 0  # of that epoch that were handed out
-    broken_off: bool = False  # an iteration began and has not come to its end
-
-
-class PreparedLoader:
+class PreparedLoader(DataLoaderStateMixin):
     """What ``prepare`` makes of a DataLoader."""
 
     def __init__(
         self,
-        loader: torch.utils.data.DataLoader[Any],
+        given: torch.utils.data.DataLoader[Any],
+        inner: Any,
         share: Share,
+        replica: Replica,
+        device: torch.device | None,
         cursor: Cursor,
-        *,
-        device: torch.device,
-        control: dist.ProcessGroup | None,
-        active: list[PreparedLoader],
-        skip: int = 0,
+        skips: int = 0,
     ) -> None:
-        """``active`` holds the loaders that are being iterated, the innermost last."""
-        if loader.batch_size is None:
-            raise TrainError(
-                "prepare: a DataLoader with a batch_sampler of its own cannot be rebuilt to "
-                "micro-batches; give it batch_size instead"
-            )
-        if isinstance(loader.sampler, torch.utils.data.DistributedSampler):
+        """``inner`` is Accelerate's loader, which only leaders iterate; it ``skips`` batches."""
+        self.given, self.inner, self.share, self.replica = given, inner, share, replica
+        self.device, self.cursor, self.gradient_state = device, cursor, GradientState()
+        self.skips, self.first_skip = skips, 0  # batches; of the first epoch alone
+        self.source: PreparedLoader | None = None  # whose epoch this one ends
+        self._drop_last = given.drop_last
+        self.reset()
+
+    @classmethod
+    def of(
+        cls,
+        given: torch.utils.data.DataLoader[Any],
+        share: Share,
+        replica: Replica,
+        device: torch.device,
+        place: bool = True,
+    ) -> PreparedLoader:
+        """``place``: batches are put on the device."""
+        if isinstance(given.sampler, torch.utils.data.DistributedSampler):
             raise TrainError(
                 "prepare: the DataLoader's DistributedSampler splits data that prepare() splits; "
                 "leave it out"
             )
-        self.loader, self.dataset, self.share, self.cursor = loader, loader.dataset, share, cursor
-        self.device, self.control, self.skip = device, control, skip
-        self.remainder = -1  # real rows of the last global batch; -1 where it is not known
-        self.end_of_dataloader = False
-        self._active = active
+        cursor, config = Cursor(), share.config
+        stream = isinstance(given.dataset, torch.utils.data.IterableDataset)
+        dispatch = stream if config.dispatch_batches is None else config.dispatch_batches
+        inner = prepare_data_loader(
+            _rebuilt(given, share, replica, cursor),
+            device,
+            num_processes=share.dp,
+            process_index=share.dp_rank,
+            split_batches=config.split_batches,
+            put_on_device=dispatch,  # others are handed to peers first
+            rng_types=list(share.rng_types),
+            dispatch_batches=dispatch,
+            even_batches=share.dp > 1,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        return cls(given, inner, share, replica, device if place else None, cursor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "given"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # as Accelerate's loaders, an instance of DataLoader
+        return torch.utils.data.DataLoader
+
+    def __len__(self) -> int:
+        return len(self.inner)
 
     @property
-    def batch_size(self) -> int:
-        """Rows that this rank gets at once: micro-batch size x number of micro-batches."""
-        return self.share.rank_rows
+    def batch_size(self) -> int | None:
+        """Rows that this rank gets at once."""
+        total = self.total_batch_size
+        return None if total is None else total // self.share.dp
 
     @property
-    def total_batch_size(self) -> int:
-        """Rows of all data-parallel ranks."""
-        return self.share.total_rows
+    def total_batch_size(self) -> int | None:
+        """Rows of all data-parallel ranks; None where batches differ."""
+        if self.given.batch_size is None:
+            return None
+        if self.share.config.split_batches:
+            return self.given.batch_size
+        return self.given.batch_size * self.share.micro_batches * self.share.dp
 
     @property
     def total_dataset_length(self) -> int:
         """Rows in the dataset."""
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.given.dataset)  # type: ignore[arg-type]
 
     @property
     def batches_seen(self) -> int:
         """Batches of the epoch under way; after ``load_state`` how many to skip."""
         return self.cursor.batches
 
-    def __len__(self) -> int:
-        return max(0, self.epoch_length - self.skip)
-
     @property
     def epoch_length(self) -> int:
         """Batches in a whole epoch."""
-        rows, full = len(self.loader.sampler), self.total_batch_size  # type: ignore[arg-type]
-        return rows // full if self.loader.drop_last else -(-rows // full)
+        whole = self if self.source is None else self.source
+        return len(whole.inner)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order comes next."""
+        """The epoch that comes next, for samplers and data sets that have one."""
         self.cursor.epoch, self.cursor.batches, self.cursor.broken_off = epoch, 0, False
+        self.inner.set_epoch(epoch)
+
+    def begin(self) -> None:
+        """Called when an epoch begins: Accelerate's states know that this loader is iterated."""
+        self.reset()
+        self.remainder = self._known_remainder()
+        self.gradient_state._add_dataloader(self)
+
+    def _known_remainder(self) -> int:
+        """Rows of an epoch beyond whole batches; -1 where it is not known before its end."""
+        total = self.total_batch_size
+        if self._drop_last or total is None or self.given.sampler is None:
+            return -1
+        try:
+            return len(self.given.sampler) % total  # type: ignore[arg-type]
+        except TypeError:  # a stream
+            return -1
 
     def __iter__(self) -> Iterator[Any]:
-        cursor, first = self.cursor, self.skip
-        self.skip = 0  # a later epoch is whole
-        cursor.epoch += cursor.broken_off  # every iteration is an epoch with an order of its own
-        cursor.batches, cursor.broken_off, self.end_of_dataloader = first, True, False
-        for thing in (self.loader.sampler, self.dataset):
-            if hasattr(thing, "set_epoch"):
-                thing.set_epoch(cursor.epoch)
-        batches = self._streamed(first) if self._is_stream else self._indexed(first)
-        self._active.append(self)
+        if self.first_skip:
+            first, self.first_skip = self.skipping(self.first_skip), 0
+            yield from first
+            return
+        cursor = self.cursor
+        cursor.batches, cursor.broken_off = self.skips, True
+        self.begin()
+        batches = self._read() if self.replica.is_leader else iter(())
         try:
-            for batch, is_last in batches:
-                self.end_of_dataloader = is_last
+            while True:
+                batch, self.end_of_dataloader, remainder, state = self.replica.share(
+                    lambda: next(batches)
+                )
+                if not self.replica.is_leader:
+                    torch.set_rng_state(state)  # a script's own draws are the same on all ranks
+                if _is_end(batch):
+                    break
+                if remainder is not None:
+                    self.remainder = remainder
                 cursor.batches += 1
-                yield _map(self._without_filler(batch), lambda t: t.to(self.device))
+                batch = self._without_filler(batch)
+                if self.device is not None:
+                    batch = send_to_device(batch, self.device)
+                yield batch
             cursor.epoch, cursor.batches, cursor.broken_off = cursor.epoch + 1, 0, False
         finally:
-            self._active.remove(self)
+            self.end()
 
-    @property
-    def _is_stream(self) -> bool:
-        return isinstance(self.dataset, torch.utils.data.IterableDataset)
-
-    def _order(self) -> list[Any]:
-        """The epoch's order of rows."""
-        sampler, mixed = self.loader.sampler, epoch_seed(self.cursor.seed, self.cursor.epoch)
-        if isinstance(sampler, torch.utils.data.SequentialSampler):
-            return list(sampler)
-        if hasattr(sampler, "generator"):
-            old, sampler.generator = sampler.generator, torch.Generator().manual_seed(mixed)
-            try:
-                order = list(sampler)
-            finally:
-                sampler.generator = old
-            if isinstance(sampler, torch.utils.data.RandomSampler):
-                return order
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(mixed)
-                order = list(sampler)
-        box = [order]  # a sampler of another kind may draw from anywhere
-        dist.broadcast_object_list(box, 0, group=self.control)
-        return box[0]
-
-    def _indexed(self, first: int) -> Iterator[tuple[Any, bool]]:
-        """This rank's rows of every global batch from ``first`` on, loaded by torch's workers."""
-        order, full = self._order(), self.total_batch_size
-        whole = len(order) // full * full
-        self.remainder = full if self.loader.drop_last else len(order) - whole or full
-        if len(order) > whole and not self.loader.drop_last:
-            short = full - (len(order) - whole)  # the last batch is filled from the start
-            order = order + (order * (1 + short // len(order)))[:short]
-            whole += full
-        starts = range(first * full, whole, full)
-        places = self.share.places()
-        mine = [[order[start + place] for place in places] for start in starts]
-        for number, batch in enumerate(self._loading(mine)):
-            yield batch, number == len(mine) - 1
-
-    def _loading(self, batches: list[list[Any]]) -> Iterable[Any]:
-        """A loader of these rows with the script's settings."""
-        theirs = self.loader
-        # what torch draws for its workers must not come from the state that dropout draws from
-        mixed = epoch_seed(self.cursor.seed + 1, self.cursor.epoch)
-        return torch.utils.data.DataLoader(
-            self.dataset, batch_sampler=batches, num_workers=theirs.num_workers,
-            collate_fn=theirs.collate_fn, pin_memory=theirs.pin_memory, timeout=theirs.timeout,
-            worker_init_fn=theirs.worker_init_fn, prefetch_factor=theirs.prefetch_factor,
-            multiprocessing_context=theirs.multiprocessing_context,
-            generator=torch.Generator().manual_seed(mixed),
-        )  # fmt: skip
-
-    def _streamed(self, first: int) -> Iterator[tuple[Any, bool]]:
-        """The same of a stream, which every rank reads whole, one batch ahead."""
-        places, collate = self.share.places(), self.loader.collate_fn
-        ahead: list[Any] | None = None
-        for number, rows in enumerate(self._stream_of_rows()):
-            if ahead is not None:
-                yield collate(ahead), False
-            ahead = [rows[place] for place in places] if number >= first else None
-        if ahead is not None:
-            yield collate(ahead), True
-
-    def _stream_of_rows(self) -> Iterator[list[Any]]:
-        """Global batches of a stream; the last is filled from the start of the stream."""
-        full, rows = self.total_batch_size, []
-        start: list[Any] = []
-        self.remainder = full
-        for row in self.dataset:  # type: ignore[attr-defined]
-            rows.append(row)
-            if len(start) < full:
-                start.append(row)
-            if len(rows) == full:
-                yield rows
-                rows = []
-        if rows and not self.loader.drop_last:
-            self.remainder = len(rows)
-            while len(rows) < full:
-                rows += start[: full - len(rows)]
-            yield rows
+    def _read(self) -> Iterator[tuple[Any, bool, int | None, torch.Tensor]]:
+        """On a leader: batch, whether it is the last, its real rows, and torch's random state."""
+        generator = self.given.generator or getattr(self.given.sampler, "generator", None)
+        skip_draws(self.cursor, self.given)
+        self.inner.iteration = self.cursor.epoch
+        dispatched = type(self.inner) is DataLoaderDispatcher
+        with leaders_alone(), drawing(self.cursor, generator):
+            batches = iter(self.inner)
+            batch = next(batches, _END)
+        if batch is None:  # older releases of Accelerate give this for an empty loader
+            batch = _END
+        self.inner.end()  # this loader stands for it in Accelerate's states
+        while not _is_end(batch):
+            last = self.inner.end_of_dataloader
+            remainder = self.inner.remainder if dispatched and last else None
+            yield batch, last, remainder, torch.get_rng_state()
+            with leaders_alone():
+                batch = next(batches, _END)
+        yield _END, True, None, torch.get_rng_state()
 
     def _without_filler(self, batch: Any) -> Any:
         """The last batch with no labels in the rows that fill it up."""
-        if not self.end_of_dataloader or self.remainder == self.total_batch_size:
+        if not self.end_of_dataloader or self.remainder <= 0 or self.share.dp == 1:
             return batch
         labels = batch.get("labels") if isinstance(batch, MutableMapping) else None
-        if isinstance(labels, torch.Tensor) and labels.shape[:1] == (self.batch_size,):
-            filler = [k for k, place in enumerate(self.share.places()) if place >= self.remainder]
+        if not isinstance(labels, torch.Tensor) or not labels.dim():
+            return batch
+        rows = len(labels)
+        real = max(0, min(rows, self.remainder - self.share.dp_rank * rows))
+        if real < rows:
             batch = copy.copy(batch)
             batch["labels"] = labels.clone()
-            batch["labels"][filler] = IGNORED
+            batch["labels"][real:] = IGNORED
         return batch
 
     def skipping(self, batches: int) -> PreparedLoader:
         """The same loader, its first epoch without the first ``batches``."""
-        return PreparedLoader(
-            self.loader, self.share, self.cursor, device=self.device, control=self.control,
-            active=self._active, skip=batches,
-        )  # fmt: skip
+        inner = skip_first_batches(self.inner, batches)
+        made = PreparedLoader(
+            self.given, inner, self.share, self.replica, self.device, self.cursor, batches
+        )
+        made.source = self if self.source is None else self.source
+        return made
 
-    def state(self, pending: int) -> dict[str, int]:
+    def state(self, pending: int) -> dict[str, Any]:
         """Where it is, for a checkpoint; the last ``pending`` batches are to be seen again."""
-        batches = self.cursor.batches - pending
+        batches, total = self.cursor.batches - pending, self.total_batch_size
         return {
             "epoch": self.cursor.epoch,
             "batches": batches,
-            "samples": batches * self.total_batch_size,
-            "seed": self.cursor.seed,
+            "samples": batches * total if total else batches,
+            "order": self._order(),
+            **({} if self.cursor.old_seed is None else {"seed": self.cursor.old_seed}),
         }
+
+    def _order(self) -> dict[str, str]:
+        """What the order of the epoch under way came from; empty between epochs."""
+        if self.cursor.again is not None:  # not begun since it was loaded
+            return dict(self.cursor.again)
+        return dict(self.cursor.drawn_from) if self.cursor.broken_off else {}
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Go to the epoch of ``state``; ``skip_first_batches`` goes to the batch.
@@ -261,13 +257,16 @@ class PreparedLoader:
         Returns how many samples will be seen again, where the global batch is another one.
         """
         self.set_epoch(int(state["epoch"]))
-        self.cursor.seed, self.skip = int(state["seed"]), 0
-        self.cursor.batches, again = divmod(int(state["samples"]), self.total_batch_size)
+        self.cursor.again = state.get("order") or None
+        self.cursor.old_seed = int(state["seed"]) if "seed" in state else None
+        self.cursor.batches, again = divmod(int(state["samples"]), self.total_batch_size or 1)
         return again
 
     def start_after(self, samples: int) -> None:
         """Begin after ``samples`` rows that an earlier run has seen (``consumed_samples``)."""
         full = self.total_batch_size
+        if full is None:
+            raise TrainError("consumed_samples: batches of a batch_sampler have no size to count")
         batches, rest = divmod(samples, full)
         if rest:
             low = max(batches, 1) * full
@@ -275,22 +274,68 @@ class PreparedLoader:
                 f"consumed_samples {samples} is not a multiple of the global batch of {full}; "
                 f"{low} would be"
             )
-        if not self._is_stream:
-            self.cursor.epoch, batches = divmod(batches, max(1, self.epoch_length))
-        self.skip = batches
+        if not isinstance(self.given.dataset, torch.utils.data.IterableDataset):
+            self.cursor.to_draw, batches = divmod(batches, max(1, self.epoch_length))
+            self.set_epoch(self.cursor.to_draw)
+        self.first_skip = batches
 
 
-def _map(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply to every tensor of a nested structure; leave all else as it is."""
-    if isinstance(data, torch.Tensor):
-        return function(data)
-    if isinstance(data, MutableMapping):
-        made = copy.copy(data)
-        for key in data:
-            made[key] = _map(data[key], function)
-        return made
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_map(value, function) for value in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(_map(value, function) for value in data)
-    return data
+def _is_end(batch: object) -> bool:
+    return isinstance(batch, str) and batch == _END
+
+
+def _rebuilt(
+    given: torch.utils.data.DataLoader[Any], share: Share, replica: Replica, cursor: Cursor
+) -> torch.utils.data.DataLoader[Any]:
+    """The loader with whole batches of rows, and with an order that leaders agree on."""
+    every = 1 if share.config.split_batches else share.micro_batches
+    how: dict[str, Any] = {
+        name: getattr(given, name)
+        for name in (
+            "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+            "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
+        )
+    }  # fmt: skip
+    if isinstance(given.dataset, torch.utils.data.IterableDataset):
+        size = None if given.batch_size is None else given.batch_size * every
+        return torch.utils.data.DataLoader(
+            given.dataset, batch_size=size, drop_last=given.drop_last, **how
+        )
+    if given.batch_size is None:
+        return _with_batches(given, every, replica, cursor, how)
+    sampler = given.sampler
+    if share.config.use_seedable_sampler and isinstance(sampler, torch.utils.data.RandomSampler):
+        sampler = SeedableRandomSampler(
+            data_source=sampler.data_source, replacement=sampler.replacement,
+            num_samples=sampler._num_samples, generator=sampler.generator,
+            data_seed=share.config.data_seed,
+        )  # fmt: skip
+    return torch.utils.data.DataLoader(
+        given.dataset, batch_size=given.batch_size * every, drop_last=given.drop_last,
+        sampler=Ordered(sampler, replica, cursor), **how,
+    )  # fmt: skip
+
+
+def _with_batches(
+    given: torch.utils.data.DataLoader[Any],
+    every: int,
+    replica: Replica,
+    cursor: Cursor,
+    how: Mapping[str, Any],
+) -> torch.utils.data.DataLoader[Any]:
+    """A loader whose batches come from a sampler of batches of its own."""
+    if every > 1:
+        raise TrainError(
+            "prepare: a DataLoader with a batch_sampler of its own cannot be rebuilt to "
+            f"{every} micro-batches; give it batch_size instead"
+        )
+    if given.batch_sampler is not None:
+        batches = OrderedBatches(given.batch_sampler, replica, cursor)
+        return torch.utils.data.DataLoader(given.dataset, batch_sampler=batches, **how)
+    if not isinstance(given.sampler, torch.utils.data.BatchSampler):
+        raise TrainError(
+            "prepare: a DataLoader with batch_size=None needs a sampler of batches; give it a "
+            "BatchSampler, or a batch_size"
+        )
+    batches = OrderedBatches(given.sampler, replica, cursor)
+    return torch.utils.data.DataLoader(given.dataset, batch_size=None, sampler=batches, **how)

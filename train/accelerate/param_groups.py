@@ -1,4 +1,4 @@
-"""What a script's torch optimizer says: settings, param groups, and the plugin's own schedule.
+"""What a script's torch optimizer says: settings and param groups.
 
 megatron-core packs several of a model's tensors into one (query, key and value; gate and up),
 which then have one learning rate. A group of megatron's optimizer carries ``source``, the index
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ..config import schema as settings_of
 from ..core.optim import ParamGroup
-from ..core.schedule import schedule_of
 from ..errors import TrainError
 
 HANDED_ON = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "dampening")
@@ -137,30 +135,3 @@ def _by_condition(
         (settings.lr_mult, 1.0, fast - bare),
         (settings.lr_mult, 0.0, fast & bare),
     ]
-
-
-class Annealing:
-    """megatron-core's schedule over the script's own groups, with a torch scheduler's methods."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, found: settings_of.Schedule) -> None:
-        usual = optimizer.defaults["weight_decay"]
-        for group in optimizer.param_groups:
-            own = group["weight_decay"]
-            group.setdefault("max_lr", group["lr"])
-            # a group keeps its ratio to the optimizer's weight decay, which the schedule changes
-            group.setdefault("wd_mult", own / usual if usual else 1.0)
-        self.optimizer = optimizer
-        self.made = schedule_of(found, optimizer)
-
-    def step(self) -> None:
-        """One optimizer step on."""
-        self.made.step(1)
-
-    def get_last_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.made.num_steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.made.step(int(state["num_steps"]) - self.made.num_steps)

@@ -89,7 +89,7 @@ def snapshot(
     if _on_any_rank(bool(moments), held) and (held.sharded or held.saves(held.named)):
         coord = (*held.coord, ("dp", held.dp_rank)) if held.sharded else held.coord
         parts.append(_part((coord, "optimizer", suffix), moments, target, memory))
-    tensors, meta = rng.capture()
+    tensors, meta = rng.capture(held.stream)
     random = _Random(
         f"random_states_{held.rank}.safetensors", meta, {k: t.clone() for k, t in tensors.items()}
     )

@@ -45,6 +45,7 @@ class RankState:
     vocab_multiple: int
     control: dist.ProcessGroup | None  # gloo, for agreement on saves
     settle: Callable[[], None] = lambda: None  # makes every rank's weights those of the last step
+    stream: bool = False  # the model draws random numbers in `rng.model_stream`
     placement: Placement = field(init=False)
 
     @classmethod

@@ -39,10 +39,35 @@ def loss(parallel: Parallel, losses: Sequence[Mapping[str, Any]]) -> tuple[float
     return float(box.item()), mine
 
 
-def reports(
+def own_loss(
     parallel: Parallel, losses: Sequence[Mapping[str, Any]], total: float
+) -> tuple[float, float, torch.Tensor]:
+    """The mean loss of this data-parallel rank, the mean of those of all ranks, this rank's [1].
+
+    ``total`` is what this rank's losses are divided by. A rank with a total of 0 has nothing to
+    predict: it is left out of the mean, which it gets for its own.
+    """
+    state = import_megatron("parallel_state")
+    box = torch.zeros(2, dtype=torch.float64, device=parallel.device)
+    mine = box[:1].clone()
+    if parallel.is_last_stage:
+        if total:
+            mine += sum(one["sum"].double() for one in losses) / total
+        every = torch.cat((mine, torch.full_like(mine, float(total > 0))))
+        dist.all_reduce(every, group=state.get_data_parallel_group())
+        mean = every[:1] / every[1:].clamp_min(1)
+        box = torch.cat((mine if total else mean, mean))
+    if parallel.pp > 1:
+        group = state.get_pipeline_model_parallel_group()
+        dist.broadcast(box, dist.get_global_rank(group, parallel.pp - 1), group=group)
+    own, whole = box.tolist()
+    return own, whole, mine
+
+
+def reports(
+    parallel: Parallel, losses: Sequence[Mapping[str, Any]], total: float, own: bool = False
 ) -> dict[str, float]:
-    """The means of what a custom loss reported, keys and values."""
+    """The means of what a custom loss reported, keys and values; over all ranks, or this one's."""
     state = import_megatron("parallel_state")
     box: list[dict[str, float]] = [{}]
     if parallel.is_last_stage:
@@ -50,7 +75,8 @@ def reports(
         sums = [sum(one["reported"][name].double() for one in losses) for name in names]
         if names:
             row = torch.stack(sums).to(parallel.device)
-            dist.all_reduce(row, group=state.get_data_parallel_group())
+            if not own:
+                dist.all_reduce(row, group=state.get_data_parallel_group())
             box = [dict(zip(names, (row / total).tolist(), strict=True))]
     if parallel.pp > 1:
         group = state.get_pipeline_model_parallel_group()

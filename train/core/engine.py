@@ -3,7 +3,9 @@
 The command and the Accelerator both drive it. A call of ``forward_backward`` takes this
 data-parallel rank's micro-batches and runs megatron-core's whole schedule. The loss of a call
 is the mean over the counted tokens of all its micro-batches on all data-parallel ranks, as
-transformers normalises, or the mean of the micro-batches' own means; gradients follow.
+transformers normalises, or the mean of the micro-batches' own means; gradients follow. With
+``own_loss`` it is the mean of this data-parallel rank alone, and gradients are those of the mean
+of all ranks' losses, as of processes that each run transformers under torch's DDP.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class EngineOptions:
     check_for_nan: bool = True  # find out which rank has a loss or gradient that is not finite
     bucket_elements: int | None = None  # gradients reduced at once; None is megatron's choice
     per_token_loss: bool = True  # mean over all tokens; else over the micro-batches' means
+    own_loss: bool = False  # the mean of each data-parallel rank alone; ranks count alike
     eod_tokens: tuple[int, ...] = ()  # input tokens whose position does not count
 
 
@@ -86,6 +89,7 @@ class Engine:
         self.view: optim.OptimizerView | None = None
         finalize = import_megatron("distributed").finalize_model_grads
         self.gradients = Gradients(self.chunks, finalize, options.overlap)
+        self.mean_loss = 0.0  # of the last call, over all data-parallel ranks
         self.reported: dict[str, float] = {}  # what the loss function reported in the last call
         self.faulty_rank: int | None = None  # the first whose loss or gradient was not finite
         self._set_hooks()
@@ -216,7 +220,7 @@ class Engine:
         loss_function: LossFunction | None = None,
         collect: bool = False,
     ) -> tuple[float, list[torch.Tensor]]:
-        """The loss of a batch, the same on every rank, and its gradients.
+        """The loss of a batch, the same on every rank (of the replica), and its gradients.
 
         Gradients add to those of earlier calls since ``zero_grad``. ``step`` and ``grad_norm``
         reduce them over the ranks; ``reduce`` does it now, since no call of the step follows.
@@ -226,11 +230,11 @@ class Engine:
         """
         batches = [self._weighted(batch) for batch in batches]
         backward = not forward_only and torch.is_grad_enabled()
-        total = self._total(batches, backward)
+        total, share = self._total(batches, backward)
         run = Run(self.options.per_token_loss, loss_function, collect)
         losses = self._schedule(
             partial(forward_step, run), batches, tuple(batches[0]["tokens"].shape),
-            not forward_only, backward, weight / total,
+            not forward_only, backward, weight * share,
         )  # fmt: skip
         if reduce:
             self.gradients.reduce()
@@ -249,10 +253,12 @@ class Engine:
 
         The loss is the mean over micro-batches and data-parallel ranks. ``shape`` is [b, s].
         """
-        count = len(batches) * self.parallel.dp
+        ranks = self.parallel.dp
+        count = len(batches) * (1 if self.options.own_loss else ranks)
+        share = 1.0 / (len(batches) * ranks)
         backward = not forward_only and torch.is_grad_enabled()
         losses = self._schedule(
-            partial(custom_step, step), batches, shape, not forward_only, backward, weight / count
+            partial(custom_step, step), batches, shape, not forward_only, backward, weight * share
         )
         return self._agree(losses, float(count), custom=True)
 
@@ -317,21 +323,34 @@ class Engine:
         hidden = hidden_keys(batch.get("attention_mask"))
         return {**batch, "attention_mask": hidden, "loss_mask": mask, "portion": portion}
 
-    def _total(self, batches: Sequence[Mapping[str, Any]], backward: bool) -> float:
-        """The sum of the portions of all data-parallel ranks; TrainError if no token counts."""
-        total = agreement.over_dp(self.parallel, float(sum(b["portion"] for b in batches)))
-        if total == 0 and not backward:
-            return 1.0  # nothing to predict: only logits are wanted
-        if total == 0:
+    def _total(self, batches: Sequence[Mapping[str, Any]], backward: bool) -> tuple[float, float]:
+        """What the sum of losses is divided by, and the factor of each loss's gradient.
+
+        The sum is that of all data-parallel ranks, or with ``own_loss`` of this one, whose total
+        is 0 where it has nothing to predict. TrainError where no rank has.
+        """
+        mine, own = float(sum(b["portion"] for b in batches)), self.options.own_loss
+        every = agreement.over_dp(self.parallel, float(mine > 0) if own else mine)
+        if every == 0 and backward:
             raise TrainError("no token of this batch counts toward the loss: every label is masked")
-        return total
+        if own:
+            return mine, 1.0 / (mine * every) if mine else 0.0
+        total = every or 1.0  # nothing to predict: only logits are wanted
+        return total, 1.0 / total
 
     def _agree(self, losses: Sequence[Mapping[str, Any]], total: float, custom: bool) -> float:
         """The mean loss on every rank; ``reported`` gets what a user's function reported."""
-        agreed, mine = agreement.loss(self.parallel, losses)
-        self.reported = agreement.reports(self.parallel, losses, total) if custom else {}
-        self._note_faults(agreed, mine)
-        return agreed / total
+        own = self.options.own_loss
+        if own:
+            loss, self.mean_loss, mine = agreement.own_loss(self.parallel, losses, total)
+        else:
+            agreed, mine = agreement.loss(self.parallel, losses)
+            loss = self.mean_loss = agreed / total
+        self.reported = (
+            agreement.reports(self.parallel, losses, total or 1.0, own) if custom else {}
+        )
+        self._note_faults(self.mean_loss, mine)
+        return loss
 
     def _note_faults(self, agreed: float, *mine: torch.Tensor) -> None:
         """If ``agreed``, a number of all ranks, is not finite: find the first rank to blame."""

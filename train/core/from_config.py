@@ -70,12 +70,17 @@ def model_options(config: TrainConfig) -> ModelOptions:
 
 
 def engine_options(
-    config: TrainConfig, *, eod_tokens: Sequence[int] = (), several_calls: bool = False
+    config: TrainConfig,
+    *,
+    eod_tokens: Sequence[int] = (),
+    several_calls: bool = False,
+    own_loss: bool = False,
 ) -> EngineOptions:
     """How gradients are reduced and kept, and what counts toward the loss.
 
     Positions of ``eod_tokens`` do not count if the settings say so.
-    ``several_calls`` of forward and backward in a step exclude overlapped reduction.
+    ``several_calls`` of forward and backward in a step exclude overlapped reduction. ``own_loss``:
+    each data-parallel rank has its own.
     """
     from .engine import EngineOptions
 
@@ -84,6 +89,7 @@ def engine_options(
         overlap=config.parallelism.overlap and not several_calls,
         check_for_nan=config.optimizer.check_for_nan,
         per_token_loss=config.data.per_token_loss,
+        own_loss=own_loss,
         eod_tokens=tuple(eod_tokens) if config.data.eod_mask_loss else (),
     )
 
@@ -96,6 +102,7 @@ def engine_of(
     *,
     eod_tokens: Sequence[int] = (),
     several_calls: bool = False,
+    own_loss: bool = False,
     trained: Callable[[str], bool] | None = None,
 ) -> Engine:
     """The engine of a settled configuration; ``Engine.attach_optimizer`` comes after it.
@@ -105,7 +112,9 @@ def engine_of(
     """
     from .engine import Engine
 
-    options = engine_options(config, eod_tokens=eod_tokens, several_calls=several_calls)
+    options = engine_options(
+        config, eod_tokens=eod_tokens, several_calls=several_calls, own_loss=own_loss
+    )
     made = Engine(model, parallel, layout_of(config), model_options(config), options, trained)
     checks.check_expected(config.model.expected, made.facts(), name)
     return made

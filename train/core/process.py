@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from .layout import Layout, Place
 _PER_STAGE = 100  # megatron's distance between the seeds of two pipeline stages
 _made_world = False  # whether `initialize` started torch.distributed, so that `shutdown` ends it
 _control: dist.ProcessGroup | None = None  # that of the rank that this process is
+_more: list[dist.ProcessGroup] = []  # what `gloo_group` made
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,13 @@ def need_packages() -> None:
             raise TrainError(f"training: {install(package)}")
 
 
-def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parallel:
+def initialize(layout: Layout, *, seed: int | None, timeout_s: float = 600.0) -> Parallel:
     """Make this process one rank of ``layout``; every rank calls it.
 
     Ranks come from torchrun's environment; without it the world is this process alone. A process
     group that exists already is used, and ``shutdown`` does not destroy it. ``timeout_s`` bounds
-    each collective, in seconds. TrainError if the world does not fit the layout.
+    each collective, in seconds. Without a ``seed`` random states stay as they are;
+    ``rng.seed_model`` sets those of a model. TrainError if the world does not fit the layout.
     """
     global _control
     need_packages()
@@ -105,7 +108,8 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
     )
     _control = dist.new_group(backend="gloo", timeout=timeout)
     pp_rank = state.get_pipeline_model_parallel_rank()
-    _seed_everything(seed + _PER_STAGE * pp_rank)
+    if seed is not None:
+        _seed_everything(seed + _PER_STAGE * pp_rank)
     return Parallel(
         device=device,
         rank=dist.get_rank(),
@@ -121,13 +125,28 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float = 600.0) -> Parall
     )
 
 
+def gloo_group(sets: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """A gloo group of the set of ranks that this rank is in, until ``shutdown``.
+
+    The sets are the same on every rank, and all ranks call it. None for a set of one, or none.
+    """
+    mine = None
+    for ranks in sets:
+        if len(ranks) > 1:
+            made = dist.new_group(list(ranks), backend="gloo")
+            if dist.get_rank() in ranks:
+                mine = made
+                _more.append(made)
+    return mine
+
+
 def shutdown() -> None:
     """Leave the layout, and the world if ``initialize`` made it; every rank calls it."""
     global _made_world, _control
     state = import_megatron("parallel_state")
     graphs.release()
     # megatron forgets its groups without closing them, and each keeps sockets and threads
-    groups = [*(state._global_process_group_list or ()), _control]
+    groups = [*(state._global_process_group_list or ()), *_more, _control]
     state.destroy_model_parallel()
     gc.collect()  # a model that is gone but not collected still holds its groups, threads and all
     if _made_world and dist.is_initialized():
@@ -137,6 +156,7 @@ def shutdown() -> None:
             if group is not None:
                 dist.destroy_process_group(group)
     _made_world, _control = False, None
+    _more.clear()
 
 
 def _world_size() -> int:

@@ -2,22 +2,61 @@
 
 Python's, NumPy's, torch's CPU generator, the device's, and megatron's tracked ones (one per
 named region, such as the tensor-parallel dropout).
+
+Outside those regions a model draws from the device's default state. In a script that state is the
+script's own, so there a model's passes run in a tracked state, `model_stream`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 
 _PER_STAGE = 100  # between the seeds of two pipeline stages, as at the start of a run
+_STREAM = "data-parallel-rng"  # megatron's name of a state that all ranks of a stage share
+_USED = "stream"  # key in the metadata: the model drew from the stream, not from the default
 
 
-def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """This process's random states as (tensors, text metadata)."""
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """torch's states outside megatron's tracker are afterwards what they were."""
+    cpu = torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def seed_model(seed: int, pp_rank: int) -> None:
+    """Seed megatron's tracked states, those of tensor-parallel ranks apart, and no others."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    with kept():
+        model_parallel_cuda_manual_seed(seed + _PER_STAGE * pp_rank)
+
+
+@contextlib.contextmanager
+def model_stream() -> Iterator[None]:
+    """What is drawn from the default state comes from a tracked one."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork(_STREAM):
+        yield
+
+
+def capture(stream: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """This process's random states as (tensors, text metadata).
+
+    ``stream``: the model's passes ran in `model_stream`.
+    """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     version, words, gauss = random.getstate()
@@ -35,7 +74,7 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         "python": json.dumps([version, gauss]),
         "numpy": json.dumps([str(kind), int(position), int(has_gauss), float(cached)]),
     }
-    return tensors, meta
+    return tensors, meta | ({_USED: "yes"} if stream else {})
 
 
 def restore(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str]) -> None:
@@ -56,6 +95,9 @@ def restore(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str]) -> Non
         kind, _, name = key.partition("/")
         if kind == "tracker":
             states[name] = _like(states.get(name), tensor)
+    if _USED not in meta and _STREAM in states:  # what the model drew from, it goes on with
+        default = tensors["device" if torch.cuda.is_available() else "torch"]
+        states[_STREAM] = _like(states[_STREAM], default)
     tracker.set_states(states)
 
 

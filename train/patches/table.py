@@ -1,7 +1,8 @@
-"""Every name of torch and megatron-core that the trainer replaces, or relies on though private.
+"""Every name of other packages that the trainer replaces, or relies on though private.
 
-megatron-core is pinned, torch is not. tests/test_patches.py asserts each row, so that an update of
-either fails with the name. ``replace`` is the one way to replace a name of a module.
+Those are torch, megatron-core and accelerate. megatron-core is pinned, the others are not.
+tests/test_patches.py asserts each row, so that an update fails with the name. ``replace`` is the
+one way to replace a name of a module.
 """
 
 from __future__ import annotations
@@ -94,6 +95,23 @@ REPLACED = (
     Names(_M + ".optimizer.clip_grads", "multi_tensor_scale_impl",
           "the fallbacks wait for the GPU for each tensor",
           parameters="chunk_size noop_flag tensor_lists scale", exact=True),
+    Names("accelerate.state", "PartialState.is_main_process",
+          "under MEGATRON_LM it is the last process; here rank 0"),
+    Names("accelerate.state", "PartialState.is_local_main_process",
+          "under MEGATRON_LM it is the last process; here the first of its machine"),
+    Names("accelerate.state", "PartialState.is_last_process", "one rank of its replica alone"),
+    Names("accelerate.state", "PartialState.use_distributed",
+          "decorators ask it whether there are other processes: peers are"),
+    Names("accelerate.state", "PartialState.wait_for_everyone",
+          "does nothing under MEGATRON_LM", parameters="self", exact=True),
+    Names("accelerate.state", "PartialState.on_process", "one rank of a replica alone",
+          parameters="self function process_index", exact=True),
+    Names("accelerate.logging", "MultiProcessAdapter.log", "one rank of a replica alone",
+          parameters="self level msg args kwargs", exact=True),
+    Names("accelerate.utils.operations", "torch",
+          "collectives of its functions span the world; here each replica counts once"),
+    Names("accelerate.utils.random", "torch",
+          "the same for generators that are synchronized"),
 )
 
 RELIED_ON = (
@@ -240,6 +258,22 @@ RELIED_ON = (
     Names(_M + ".datasets.helpers", "build_sample_idx", "samples of documents"),
     Names(_M + ".datasets.indexed_dataset", "IndexedDatasetBuilder.__init__",
           "corpora are written", parameters="bin_path dtype"),
+    Names("accelerate", "Accelerator.__init__", "what was prepared is kept under these names",
+          texts=("self._models", "self._optimizers", "self._schedulers", "self._dataloaders",
+              "self._custom_objects")),
+    Names("accelerate", "Accelerator.prepare", "the mark of a prepared object",
+          texts=("_is_accelerate_prepared",)),
+    Names("accelerate.state", "PartialState AcceleratorState GradientState",
+          "what the states say; forgotten when a process leaves its layout",
+          texts=("_shared_state",)),
+    Names("accelerate.state", "PartialState._reset_state AcceleratorState._reset_state "
+          "GradientState._reset_state", "forgotten when a process leaves its layout"),
+    Names("accelerate.state", "GradientState._add_dataloader GradientState._remove_dataloader",
+          "loaders that are iterated", parameters="self dataloader", exact=True),
+    Names("accelerate.state", "GradientState._set_sync_gradients", "after a checkpoint is loaded",
+          parameters="self sync_gradients", exact=True),
+    Names("torch.utils.data", "RandomSampler", "copied into Accelerate's seedable sampler",
+          texts=("self._num_samples",)),
     Names(_SCHEDULES, "forward_step", "train-ckpt's report has a timer of this name",
           texts=("'forward-compute'",)),
     Names(_SCHEDULES, "backward_step", "train-ckpt's report has a timer of this name",
@@ -257,4 +291,8 @@ def replace(where: str, name: str, stand_in: object) -> None:
     assert (where, name) in _KNOWN, f"{where}.{name} is not in the table of replaced names"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core says at length that Apex is absent
-        setattr(import_module(where), name, stand_in)
+        holder: object = import_module(where)
+    *parts, last = name.split(".")
+    for part in parts:
+        holder = getattr(holder, part)
+    setattr(holder, last, stand_in)

@@ -404,8 +404,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
         (["--params", "7B", "--gpus", "12"], "8 or 16 would"),
         (["--params", "7B", "--gpus", "8", "--tp", "3"], "--gpus 8 does not divide"),
         (["--params", "7B", "--gpus", "8", "--gpu", "X9"], "--gpu-memory, --gpu-bandwidth"),
-        (["--params", "9B", "--gpus", "8"], "7B, 13B"),
-        (["--params", "7B"], "--gpus 8"),
+        (["--params", "9X", "--gpus", "8"], "write it as 8B"),
         (["--gpus", "8"], "--params 7B"),
         (["--params", "7B", "--model", "x", "--gpus", "8"], "say one of them"),
         (["--params", "7B", "--gpus", "8", "--global-batch-size", "0"], "at least 1"),
@@ -436,3 +435,71 @@ def test_alike_names_are_not_taken_for_each_other() -> None:
     names = {"NVIDIA A10G": "A10G", "A10": "A10", "NVIDIA H200": "H200", "H20": "H20"}
     assert {name: hardware.find(name).name for name in names} == names
     assert hardware.find("A10G").peak < 0.6 * hardware.find("A10").peak
+
+
+# --- what is printed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["100M", "350M", "1.5b", "4B", "8B", "14B", "32B", "72b", "120B",
+                                  "405B", "1T", "8e9", "10T"])  # fmt: skip
+def test_any_size_has_a_shape_of_about_that_size(size: str) -> None:
+    units = {"M": 1e6, "B": 1e9, "T": 1e12}
+    unit = units.get(size[-1].upper())
+    wanted = float(size[:-1]) * unit if unit else float(size)
+    model, name = planning.read_model(None, size)
+    shape, weights = estimate.shape_of(model, name), estimate.weights_of(model, 1)
+    assert estimate.parameters(shape, weights) == pytest.approx(wanted, rel=0.07)
+    assert model.sizes["layer"] % 2 == 0
+    assert model.sizes["h"] % 64 == 0
+    assert name.startswith(f"{size.upper()}, taken as ")
+
+
+@pytest.mark.parametrize("size", ["", "B", "big", "-3B", "1e99", "99M", "11T", "nan", "8BB"])
+def test_what_is_no_size_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_layout.main([f"--params={size}", "--gpus", "8"]) == 1
+    assert "write it as 8B" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_report_fits_the_terminal_and_explains_its_codes(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_layout.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert plan_layout.main(["--params", "70B", "--gpus", "64"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= width
+    assert ("sent per GPU" in said) == (width > 100)
+    plain = " ".join(said.split())
+    for code in ("tp, pp, dp:", "vpp:", "sp:", "mbs:", "alloc.:", "bubble:", "*:"):
+        assert code in plain
+    assert "e+" not in said, "no exponents"
+
+
+def test_a_slower_first_row_is_explained_where_it_stands() -> None:
+    model, name = planning.read_model(None, "13B")
+    cluster = estimate.Cluster(hardware.find("A100-80GB"), 16)
+    result = planning.search(model, name, planning.Request(cluster))
+    fastest = min(result.fitting, key=lambda c: c.time.step)
+    assert fastest is not result.best, "else this shows nothing"
+    text = report.legend(result, 8)
+    assert f"{fastest.layout.short} is " in text
+    assert f"{result.best.time.step / fastest.time.step - 1:.1%} faster" in text
+    (marked,) = (line for line in report.table(result, 8) if line.startswith("* "))
+    assert result.best.layout.short in marked
+
+
+def test_a_folded_command_is_the_same_to_a_shell() -> None:
+    command = "train-ckpt --model 'a b --c' --tp 2 --sequence-parallel --steps 1000 --save-dir run"
+    for width in (20, 40, 200):
+        folded = report.folded(command, width)
+        assert shlex.split(folded.replace("\\\n", "")) == shlex.split(command)
+
+
+def test_the_picture_says_the_bubble_as_a_number() -> None:
+    model, name = planning.read_model(None, "70B")
+    cluster = estimate.Cluster(hardware.find("A100-80GB"), 64)
+    result = planning.search(model, name, planning.Request(cluster))
+    made = pictures.figure(result)
+    titles = [axes.get_title() for part in made.subfigs for axes in part.axes]
+    assert any(f"{result.best.time.bubble:.1%} of all" in title for title in titles)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def parser(prog: str = "plan-layout") -> argparse.ArgumentParser:
     made.add_argument(
         "--model", metavar="HF_DIR_OR_CONFIG", help="a model folder or config.json; no weights"
     )
-    made.add_argument("--params", metavar="SIZE", help="7B, 13B, 20B, 40B, 70B or 175B instead")
+    made.add_argument("--params", metavar="SIZE", help="or a size instead: 8B, 13B, 1.5B, ...")
     made.add_argument("--guide", action="store_true", help="print the guide's table of sizes, "
                       "with its layouts and those found here")  # fmt: skip
     machine = made.add_argument_group("machines")
@@ -142,15 +144,19 @@ def _report(result, args: argparse.Namespace) -> None:
 
     request = result.request
     gpu = request.cluster.gpu
-    print(
+    # a pipe gets a width that most terminals have
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    head = (
         f"{result.shape.name}: {result.parameters / 1e9:.2f}B parameters on {request.cluster.gpus} "
         f"x {gpu.name} ({gpu.memory / 2**30:.1f} GiB), {request.global_batch} sequences of "
         f"{request.seq} in a step; {len(result.fitting)} of "
-        f"{len(result.fitting) + len(result.over)} valid layouts fit. The best of each split:\n"
+        f"{len(result.fitting) + len(result.over)} valid layouts fit. The best of each split:"
     )
-    print("\n".join(report.table(result, args.top)))
-    print(f"\n{report.explain(result)}\n")
-    print("\n".join(report.commands(result, args.model)))
+    print(textwrap.fill(head, width))
+    print("\n".join(["", *report.table(result, args.top, width), ""]))
+    for text in (report.legend(result, args.top), report.explain(result)):
+        print(f"{textwrap.fill(text, width)}\n")
+    print("\n".join(report.folded(line, width) for line in report.commands(result, args.model)))
 
 
 def _write(result, args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from shardwright.ckpt.errors import install
 
 from ..errors import TrainError
-from .estimate import GIB
+from .estimate import GIB, RunLayout
 from .report import distinct
 from .search import Result
 
@@ -139,7 +139,7 @@ def figure(result: Result, top: int = 8) -> Any:
     if layout.pp > 1:
         # each with its own margins: the timeline has no legend at its side
         parts: Any = made.subfigures(2, 1, height_ratios=[tall, low])
-        _timeline(parts[1], layout.short, layout.pp, layout.count, layout.chunks)
+        _timeline(parts[1], layout, result.best.time.bubble)
         _memory(parts[0].subplots(), result, top)
     else:
         _memory(made.subplots(), result, top)
@@ -188,9 +188,10 @@ def shown(pp: int, count: int, chunks: int) -> int:
     return groups * pp
 
 
-def _timeline(figure: Any, name: str, pp: int, count: int, chunks: int) -> None:
+def _timeline(figure: Any, layout: RunLayout, bubble: float) -> None:
     from matplotlib.patches import Patch
 
+    pp, count, chunks = layout.pp, layout.count, layout.chunks
     axes = figure.subplots()
     some = shown(pp, count, chunks)
     passes_of = timeline(pp, some, chunks)
@@ -215,7 +216,9 @@ def _timeline(figure: Any, name: str, pp: int, count: int, chunks: int) -> None:
     axes.set_ylabel("pipeline stage")
     of = f"{some} of {count}" if some < count else str(count)
     numbers = ", numbered" if numbered else ""
-    axes.set_title(f"{name}: the pipeline with {of} micro-batches{numbers}; white: waiting")
+    axes.set_title(
+        f"{layout.short}: {of} micro-batches{numbers}; white: waiting, {bubble:.1%} of all {count}"
+    )
     of_chunk = [f" of chunk {chunk + 1}" for chunk in range(chunks)] if chunks > 1 else [""]
     handles = [
         Patch(facecolor=colours[kind][chunk], edgecolor="black", linewidth=0.4, label=label + of)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .estimate import GIB, Cluster
 from .hardware import find
-from .search import Candidate, Request, Result, read_model, search
+from .search import ALIKE, Candidate, Request, Result, read_model, search
 
 
 def explain(result: Result) -> str:
@@ -23,13 +23,13 @@ def explain(result: Result) -> str:
         f"{p.short} needs {best.memory.total / GIB:.1f} of {room / GIB:.1f} GiB on its fullest "
         f"GPU (stage {best.stage + 1} of {p.pp}), mostly {most} GiB."
     )
-    moved = ", ".join(f"{v / 1e9:.1f} GB over {k}" for k, v in t.volume.items())
+    moved = ", ".join(f"{_size(v)} over {k}" for k, v in t.volume.items())
     bubble = (
-        f"stages wait {t.bubble:.0%} of the time" if p.pp > 1 else "there is no pipeline bubble"
+        f"stages wait {t.bubble:.1%} of the time" if p.pp > 1 else "there is no pipeline bubble"
     )
     second = (
-        f"A step takes about {t.step:.3g} s: {p.count} micro-batches of {p.micro}, {bubble}, and "
-        f"each GPU sends {moved or 'nothing'}."
+        f"A step takes about {_seconds(t.step)} s: {p.count} micro-batches of {p.micro}, {bubble}, "
+        f"and each GPU sends {moved or 'nothing'}."
     )
     return f"{first} {second} {_against(result)}"
 
@@ -67,17 +67,66 @@ def _against(result: Result) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def table(result: Result, count: int) -> list[str]:
-    """The best layouts, one a line; the best of each (tp, pp) with the same recomputation."""
-    head = f"{'layout':<38} {'GiB':>6} {'alloc.':>6} {'bubble':>6} {'step s':>8}  sent per GPU"
-    lines = [head]
-    for c in distinct(result, count):
-        sent = ", ".join(f"{v / 1e9:.3g} GB {k}" for k, v in c.time.volume.items()) or "-"
-        lines.append(
-            f"{c.layout.short:<38} {c.memory.total / GIB:>6.1f} {c.memory.allocated / GIB:>6.1f} "
-            f"{c.time.bubble:>6.1%} {c.time.step:>8.3g}  {sent}"
+def table(result: Result, count: int, width: int = 100) -> list[str]:
+    """The best layouts, one a line; the best of each (tp, pp) with the same recomputation.
+
+    What is sent is left out where a line would be longer than ``width``.
+    """
+    found = distinct(result, count)
+    names = [c.layout.short for c in found]
+    wide = max(map(len, ["layout", *names]))
+    rows = [f"  {'layout':<{wide}} {'GiB':>6} {'alloc.':>6} {'bubble':>6} {'step s':>8}"]
+    sent = ["sent per GPU"]
+    for c, name in zip(found, names, strict=True):
+        mark = "*" if c is result.best else " "
+        rows.append(
+            f"{mark} {name:<{wide}} {c.memory.total / GIB:>6.1f} {c.memory.allocated / GIB:>6.1f} "
+            f"{c.time.bubble:>6.1%} {_seconds(c.time.step):>8}"
         )
-    return lines
+        sent.append(", ".join(f"{_size(v)} {k}" for k, v in c.time.volume.items()) or "-")
+    lines = [f"{row}  {more}" for row, more in zip(rows, sent, strict=True)]
+    return lines if max(map(len, lines)) <= width else rows
+
+
+def _seconds(time: float) -> str:
+    return f"{time:,.0f}" if time >= 1000 else f"{time:.3g}"
+
+
+def _size(count: float) -> str:
+    """Bytes with three digits and no exponent."""
+    unit, name = (1e12, "TB") if count >= 1e12 else (1e9, "GB")
+    return f"{count / unit:,.0f} {name}" if count >= 100 * unit else f"{count / unit:.3g} {name}"
+
+
+def legend(result: Result, count: int) -> str:
+    """What the signs of the table mean that stand in it, and why the first row is the first."""
+    layouts = [c.layout for c in distinct(result, count)]
+    codes = ["tp, pp, dp: tensor-, pipeline- and data-parallel ranks"]
+    if any(p.chunks > 1 for p in layouts):
+        codes.append("vpp: virtual stages of each pipeline stage")
+    if any(p.sequence_parallel for p in layouts):
+        codes.append("sp: sequence parallelism")
+    codes.append("mbs: sequences in a micro-batch")
+    if any(p.recompute == "full" for p in layouts):
+        codes.append("full: the backward pass computes all activations again")
+    codes += [
+        "GiB: memory of the fullest GPU",
+        "alloc.: the part of it that PyTorch allocates",
+        "bubble: share of the step in which pipeline stages wait",
+    ]
+    return f"{'; '.join(codes)}. {_why_first(result)}"
+
+
+def _why_first(result: Result) -> str:
+    best = result.best
+    fastest = min(result.fitting, key=lambda c: c.time.step)
+    if fastest is best:
+        return "*: the fastest."
+    share = best.time.step / fastest.time.step - 1
+    return (
+        f"*: the simplest of those within {ALIKE - 1:.0%} of the fastest, which is as far as the "
+        f"estimate can be trusted ({fastest.layout.short} is {share:.1%} faster)."
+    )
 
 
 def distinct(result: Result, count: int) -> list[Candidate]:
@@ -116,6 +165,23 @@ def commands(result: Result, path: str | None) -> list[str]:
 
 
 _REST = ("--steps", "1000", "--save-dir", "run")  # what a layout does not say
+
+
+def folded(command: str, width: int) -> str:
+    """A command as lines of at most ``width`` that a shell joins again; options keep values."""
+    parts: list[str] = []
+    for word in shlex.split(command):
+        if word.startswith("--") or not parts:
+            parts.append(shlex.quote(word))
+        else:
+            parts[-1] += f" {shlex.quote(word)}"
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 <= width:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"    {part}")
+    return " \\\n".join(lines)
 
 
 def beside_file(result: Result, path: str | None, file: str) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shardwright.ckpt.checkpoint.config import load_model, model_from
 from shardwright.ckpt.errors import CheckpointError
@@ -20,37 +19,12 @@ from ..errors import TrainError
 from . import estimate
 from .estimate import GIB, Cluster, Memory, RunLayout, Shape, Time, Weights
 from .pipeline import balanced
+from .sizes import shape_of_size
 
 MICRO = (1, 2, 4, 8, 16)  # micro-batch sizes that are tried
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)  # chunks of a stage that are tried
 MOST = 1_000_000_000  # of GPUs, tokens or sequences: arithmetic with more is no estimate
 ALIKE = 1.05  # the estimate's own error: prefer the simpler layout within 5 %
-
-
-def _llama(h: int, layers: int, heads: int, groups: int, f: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "hidden_size": h, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": f,
-        "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-    }  # fmt: skip
-
-
-def _gpt(h: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads,
-        "vocab_size": 50257, "n_positions": 2048, "resid_pdrop": 0.0,
-    }  # fmt: skip
-
-
-# --params -> (whose shape it is, a config)
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "7B": ("Llama 2 7B", _llama(4096, 32, 32, 32, 11008)),
-    "13B": ("Llama 2 13B", _llama(5120, 40, 40, 40, 13824)),
-    "20B": ("a GPT of GPT-NeoX-20B's sizes", _gpt(6144, 44, 64)),
-    "40B": ("Megatron's GPT of 39.1B", _gpt(8192, 48, 64)),
-    "70B": ("Llama 2 70B", _llama(8192, 80, 64, 8, 28672)),
-    "175B": ("GPT-3 175B", _gpt(12288, 96, 96)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +76,7 @@ class Result:
 
 
 def read_model(path: str | None, params: str | None) -> tuple[Model, str]:
-    """The model and what it is called, from a folder or config.json, or a size of ``SHAPES``."""
+    """The model and what it is called, from a folder or config.json, or for a size."""
     if (path is None) == (params is None):
         both = f"--model {path} and --params {params}: say one of them" if path else None
         raise TrainError(both or "say what is trained: --model HF_DIR_OR_CONFIG or --params 7B")
@@ -110,14 +84,8 @@ def read_model(path: str | None, params: str | None) -> tuple[Model, str]:
         file = Path(path)
         return load_model(file / "config.json" if file.is_dir() else file), path
     assert params is not None
-    key = params.upper()
-    if key not in SHAPES:
-        raise TrainError(
-            f"--params {params}: shapes are known for {', '.join(SHAPES)}; for any other give "
-            "--model with a config.json"
-        )
-    name, config = SHAPES[key]
-    return model_from(config, name), f"{key}, taken as {name}"
+    name, config = shape_of_size(params)
+    return model_from(config, name), f"{params.upper()}, taken as {name}"
 
 
 def check(request: Request, model: Model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .checkpoint.types import Checkpoint
 from .model.dtypes import HALF
 from .model.manifest import STATES, category_of, is_padding
+from .model.placement import buffers_of
 
 _PAIR = ("exp_avg", "exp_avg_sq")  # Adam's moments: it keeps both for a tensor, or none
 
@@ -18,6 +19,8 @@ def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
     files do not record which weights the run trained.
     """
     weights, held = _held(ckpt)
+    buffers = buffers_of(ckpt.model) if ckpt.model is not None else ()
+    weights = [f for f in weights if f not in buffers]
     moments = set().union(*(have for state, have in held.items() if state != "master"))
     faults = []
     for state, other in (_PAIR, _PAIR[::-1]):

@@ -20,16 +20,18 @@ from .formats.writing import WholeFiles, WriteRequest
 from .jobs import Job, Report, RunOptions, check_place, run_job
 from .keywords import take_axes, take_options
 from .model.dtypes import CASTABLE, parse_dtype
-from .model.family import build_mesh
+from .model.family import build_mesh, is_mtp
 from .model.manifest import STATES, SideFile, TensorMeta, category_of, is_padding
 from .model.mesh import AXES, Mesh, Stages, named_axes
 from .model.pipeline import interleaved, parse
+from .model.placement import buffers_of
 from .model.planner import Tolerance, by_category
 from .model.target import Target, main_dtype
 from .move.progress import parse_bytes
 from .move.storage import Where, storage_path
 from .output_name import absolute, default_output
 from .reader import check_replaceable, read_checkpoint
+from .without_mtp import without_mtp
 
 if TYPE_CHECKING:
     from .formats.writing import Writer
@@ -61,6 +63,7 @@ class ReshardOptions:
     pp_layout: str | None = None  # Megatron-LM's layout string
     ep: int | None = None  # ranks that share the experts
     etp: int | None = None  # ranks that cut each expert
+    drop_mtp: bool = False  # leave out the layers that predict further tokens
 
     def asked(self) -> list[str]:
         """The given options that not every format has."""
@@ -105,6 +108,7 @@ def reshard(
     pp_layout: str | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    drop_mtp: bool = False,
     read: ReadOptions | None = None,
     run: RunOptions | None = None,
     **more: object,
@@ -147,6 +151,7 @@ def reshard(
         pp_layout,
         ep,
         etp,
+        drop_mtp,
     )
     return _run(source, output, options, read, run)
 
@@ -212,13 +217,15 @@ def _job(
     options = replace(options, weights_only=weights_only)
     ckpt = read_checkpoint(source, replace(read, weights_only=weights_only))
     ckpt = _accompanied(ckpt, read)
+    ckpt = without_mtp(ckpt) if options.drop_mtp else ckpt
     writer = _writer(ckpt, options)
     if not weights_only:
         _check_optimizer(ckpt, options)
     target = None if writer.WEIGHTS_ONLY else _target(ckpt, options)
     where = absolute(output) if output is not None else default_output(source, ckpt, target, writer)
     ckpt = _renamed_masters(ckpt) if options.from_master else ckpt
-    metas = _cast(ckpt.manifest.tensors, options.dtype)
+    keep = buffers_of(ckpt.model) if ckpt.model is not None else frozenset()
+    metas = _cast(ckpt.manifest.tensors, options.dtype, keep)
     said = parse_dtype(options.dtype) if options.dtype else ""
     sides = with_config(ckpt, metas, said or (main_dtype(metas) if options.from_master else ""))
     whole = _whole_files(where, options) if writer.WEIGHTS_ONLY else WholeFiles()
@@ -335,6 +342,8 @@ def _mesh(ckpt: Checkpoint, to: ReshardOptions, sizes: dict[str, int]) -> Mesh:
         sizes["pp"] = asked or len(stages[0]) // (to.vpp or 1) or 1
         split = parse(to.pp_layout, sizes["pp"], layers, "--pp-layout")
         stages, mtp = split.stages, split.mtp
+        if mtp is not None and not any(map(is_mtp, model.rules())):
+            raise CheckpointError(f"--pp-layout {to.pp_layout}: the model has no MTP layers (m)")
         if sizes["pp"] == 1 and len(stages[0]) > 1:
             raise CheckpointError(f"--pp-layout {to.pp_layout}: virtual stages need pp above 1")
         if to.vpp is not None and len(stages[0]) != to.vpp:
@@ -367,14 +376,18 @@ def _is_bin(ckpt: Checkpoint) -> bool:
     return ckpt.format == SHARDS and any(f.path.endswith(".bin") for f in ckpt.files)
 
 
-def _cast(metas: Mapping[str, TensorMeta], dtype: str | None) -> dict[str, TensorMeta]:
-    """The tensors with the weights' floating types replaced; optimizer state keeps its own."""
+def _cast(
+    metas: Mapping[str, TensorMeta], dtype: str | None, keep: frozenset[str]
+) -> dict[str, TensorMeta]:
+    """The tensors with the weights' floating types replaced; optimizer state and ``keep`` do not
+    change theirs.
+    """
     if dtype is None:
         return dict(metas)
     want = parse_dtype(dtype)
     return {
         fqn: TensorMeta(m.shape, want, m.elastic)
-        if category_of(fqn) == "" and m.dtype in CASTABLE
+        if category_of(fqn) == "" and m.dtype in CASTABLE and fqn not in keep
         else m
         for fqn, m in metas.items()
     }
@@ -404,10 +417,11 @@ def _masters(ckpt: Checkpoint) -> dict[str, str]:
     found = {}
     missing = []
     mixed = bool(ckpt.manifest.category("master"))
+    buffers = buffers_of(ckpt.model) if ckpt.model is not None else frozenset()
     for fqn, weight in _weights(ckpt).items():
         if "master/" + fqn in ckpt.manifest.tensors:
             found[fqn] = "master/" + fqn
-        elif mixed and weight.dtype == "F32":
+        elif fqn in buffers or (mixed and weight.dtype == "F32"):
             found[fqn] = fqn
         else:
             missing.append(fqn)

@@ -102,6 +102,9 @@ def _add_output(made: argparse.ArgumentParser) -> None:
         help="safetensors files or torch .bin files (default: as the source)",
     )
     made.add_argument(
+        "--drop-mtp", action="store_true", help="leave out the layers that predict further tokens"
+    )
+    made.add_argument(
         "--weights-only", action="store_true", help="leave out optimizer and training state"
     )
     made.add_argument(
@@ -185,6 +188,7 @@ def command(argv: Sequence[str], prog: str = "reshard") -> int:
         vpp=args.vpp,
         pp_layout=args.pp_layout,
         ep=args.ep,
+        drop_mtp=args.drop_mtp,
         etp=args.etp,
         use_distributed_optimizer=args.use_distributed_optimizer,
         max_shard_size=parse_bytes(args.max_shard_size) if args.max_shard_size else None,

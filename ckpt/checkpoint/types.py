@@ -81,6 +81,7 @@ class Checkpoint:
     # path below this one -> size, xxh3-128 or ""
     digests: dict[str, tuple[int, str]] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)  # stored names that repeat another tensor
+    copied: list[str] = field(default_factory=list)  # names of tensors that lie here a second time
     left_out: list[tuple[str, int]] = field(default_factory=list)  # (reason, bytes), per tensor
     notes: list[str] = field(default_factory=list)  # lines for the user
     state_file: str = ""  # that says the training state, for messages

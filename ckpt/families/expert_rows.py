@@ -66,6 +66,12 @@ def router(fqn: str = M + "mlp.gate.weight") -> Rule:
     return Rule(D + "mlp.router.weight", "expert h", (Part(fqn, "expert h"),), LAYER, layers=MOE)
 
 
+def router_bias(fqn: str = M + "mlp.gate.e_score_correction_bias") -> Rule:
+    """What balances the choice of experts: fp32 in every run, and no optimizer trains it."""
+    name = D + "mlp.router.expert_bias"
+    return Rule(name, "expert", (Part(fqn, "expert"),), LAYER, layers=MOE, buffer=True)
+
+
 def shared_experts(prefix: str = M + "mlp.shared_expert.", gate: str = "") -> tuple[Rule, ...]:
     """An MLP for all tokens beside the experts; ``gate`` names the weight that scales it."""
     stored = D + "mlp.shared_experts."

@@ -67,6 +67,7 @@ class Rule:
     when: tuple[str, ...] = ()  # flags that must hold; "!flag" must not (see `Family.flags`)
     layers: str = ""  # the kind that a layer must be of (see `Family.kinds`)
     mesh: str = ""  # EXPERT: cut by the mesh of the experts (Mesh.experts)
+    buffer: bool = False  # not trained: no optimizer state, and casts leave its dtype alone
     checks: tuple[Check, ...] = ()
 
 
@@ -114,6 +115,8 @@ class Family:
     # the name under which some Hugging Face files store the tied head too
     tied_names: Mapping[str, str] = field(default_factory=dict)
     kinds: tuple[LayerKinds, ...] = ()  # each gives every layer a kind
+    # templates of tensors that some Hugging Face files hold a second time -> the tensor
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def select(self, flags: frozenset[str]) -> list[Rule]:
         """The rows that hold for a model with ``flags``."""
@@ -139,9 +142,9 @@ def fill(template: str, numbers: Mapping[str, int]) -> str:
 def evaluate(family: Family, config: Mapping[str, object], origin: str) -> dict[str, int]:
     """The sizes of a model: each symbol's expression over config keys and earlier symbols.
 
-    ``a|b`` is a, or b if the config lacks a or has null; ``a*b`` and ``a/b`` are exact; ``f?a`` is
-    a if the flag f holds. With ``|0`` at the end the size may be absent, null or 0. Raises
-    CheckpointError with the key if nothing gives a value.
+    ``a|b`` is a, or b if the config lacks a or has null; ``a*b``, ``a/b`` (exact) and ``a+b`` count
+    from left to right; ``f?a`` is a if the flag f holds. With ``|0`` at the end the size may be
+    absent, null or 0. Raises CheckpointError with the key if nothing gives a value.
     """
     sizes: dict[str, int] = {}
     flags = model_flags(family, config, origin)
@@ -169,7 +172,7 @@ def _value(
 ) -> int | None:
     """One alternative of an expression; None if the config does not have it."""
     total = 1
-    for operator, key in re.findall(r"([*/]?)\s*(\w+)", option):
+    for operator, key in re.findall(r"([*/+]?)\s*(\w+)", option):
         if key.isdigit():
             term: object = int(key)
         else:
@@ -181,7 +184,10 @@ def _value(
             raise CheckpointError(f"{origin}: {key} is {term!r}, not a whole number {above}")
         if operator == "/" and (not term or total % term):
             raise CheckpointError(f"{origin}: {option.strip()} is {total}/{term}, not whole")
-        total = total // term if operator == "/" else total * term
+        if operator == "+":
+            total += term
+        else:
+            total = total // term if operator == "/" else total * term
     return total
 
 
@@ -228,8 +234,13 @@ class Model:
     def rules(self, more: frozenset[str] = frozenset()) -> list[Rule]:
         """The rows that some layer has; ``more`` are flags of a mesh."""
         have = frozenset[str]().union(*self.kinds)
+        last = self.kinds[-1] if self.kinds else have
         chosen = self.family.select(self.flags | more)
-        return [rule for rule in chosen if not rule.layers or rule.layers in have]
+        return [
+            rule
+            for rule in chosen
+            if not rule.layers or rule.layers in (last if is_mtp(rule) else have)
+        ]
 
     def layers_of(self, rule: Rule) -> Sequence[int]:
         """The layers that have a row."""
@@ -239,11 +250,29 @@ class Model:
 
 
 HAS = "has "
+# set where a checkpoint holds projections into a latent space whole on each rank of tp
+WHOLE_DOWN = "whole_down"
+MTP = "mtp"  # index of the layers that predict further tokens
+MTP_LAYER = "mtp+layer"  # the same as Hugging Face numbers them: behind the model's layers
+
+
+def is_mtp(rule: Rule) -> bool:
+    """Whether a row is of MTP layers, which are of the last layer's kind."""
+    return "{" + MTP + "}" in rule.name
+
+
+def indexed(names: Sequence[str], values: Sequence[int], sizes: Sizes) -> dict[str, int]:
+    """What stands in templates for the indices of one tensor."""
+    found = dict(zip(names, values, strict=True))
+    if MTP in found:
+        found[MTP_LAYER] = sizes["layer"] + found[MTP]
+    return found
 
 
 def _asked(family: Family) -> set[str]:
     """Flags ``has NAME`` that rows of a family ask for."""
-    return {f.removeprefix("!") for rule in family.rules for f in rule.when if HAS in f}
+    asked = {f.removeprefix("!") for rule in family.rules for f in rule.when if HAS in f}
+    return asked | {HAS + template for template in family.copies}
 
 
 def has_tensors(model: Model) -> list[str] | None:
@@ -261,16 +290,41 @@ def with_tensors(model: Model, names: Iterable[str], *, stored: bool = False) ->
     asked = _asked(model.family)
     if not asked:
         return model
-    have = {re.sub(r"\{\w+\}|\d+", "0", name) for name in names}
+    have = {_shape_of_name(name) for name in names}
     flags = set(model.flags - asked)
     for flag in asked:
         wanted = {flag.removeprefix(HAS)}
         if stored:
             wanted = {rule.name for rule in rules if flag in rule.when}
             wanted -= {rule.name for rule in rules if flag not in rule.when}
-        if any(re.sub(r"\{\w+\}|\d+", "0", name) in have for name in wanted):
+        if any(_shape_of_name(name) in have for name in wanted):
             flags.add(flag)
     return replace(model, flags=frozenset(flags))
+
+
+def canonical(model: Model, fqn: str) -> str | None:
+    """The tensor that Hugging Face's file repeats under this name; None if it is no copy."""
+    for template, original in model.family.copies.items():
+        pattern = re.escape(template).replace(re.escape("{" + MTP_LAYER + "}"), r"(\d{1,9})")
+        match = re.fullmatch(pattern, fqn)
+        if match and 0 <= int(match[1]) - model.sizes["layer"] < model.sizes[MTP]:
+            return original
+    return None
+
+
+def copies_of(model: Model) -> dict[str, str]:
+    """The copies that the model's files have: name -> the tensor that it repeats."""
+    return {
+        fill(template, indexed([MTP], [k], model.sizes)): original
+        for template, original in model.family.copies.items()
+        if HAS + template in model.flags
+        for k in range(model.sizes[MTP])
+    }
+
+
+def _shape_of_name(name: str) -> str:
+    """A name or a template without its numbers."""
+    return re.sub(r"\{[^}]*\}|\d+", "0", name)
 
 
 def build_mesh(
@@ -298,7 +352,8 @@ def build_mesh(
             raise CheckpointError(f"{what}: this model has no experts ({model.family.name})")
         return replace(dense, mtp=mtp)
     cut = (("tp", etp or sizes.get("tp", 1)), ("pp", sizes.get("pp", 1)), ("ep", ep))
-    return replace(dense, mtp=mtp, experts=_one_mesh(of_experts, model, cut, stages))
+    experts = replace(_one_mesh(of_experts, model, cut, stages), mtp=mtp)
+    return replace(dense, mtp=mtp, experts=experts)
 
 
 def _one_mesh(

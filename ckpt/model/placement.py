@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError, raise_all
 from .box import Box, range_boxes, row_major
-from .family import Model, Part, Rule, Sizes, fill, mesh_flags, placeholders
+from .family import WHOLE_DOWN, Model, Part, Rule, Sizes, fill, indexed, mesh_flags, placeholders
 from .layout import PACKINGS, default_layout, rounds
 from .manifest import PADDING
 from .mesh import Coord, Mesh, Shard, ShardByIndex
@@ -232,9 +232,9 @@ def _names(
             found = [row for row in found if row[1] in having]
         ranges.append(found)
     for values in itertools.product(*ranges):
-        numbers = tuple((name, index) for name, (_, index) in zip(names, values, strict=True))
+        numbers = indexed(names, [index for _, index in values], scope)
         at = max((v for v, _ in values), default=stage)
-        yield rule.name.format(**dict(numbers)), numbers, at
+        yield rule.name.format(**numbers), tuple(numbers.items()), at
 
 
 def _too_many(
@@ -439,7 +439,7 @@ def logical_shapes(
             layers(rule) if layers is not None and n == "layer" else range(sizes[n]) for n in names
         ]
         for values in itertools.product(*ranges):
-            numbers = dict(zip(names, values, strict=True))
+            numbers = indexed(names, values, sizes)
             for part in rule.parts:
                 dims = part.dims.replace("{", "").replace("}", "").split()
                 shape = tuple(sum(sizes[s] for s in dim.split("+")) for dim in dims)
@@ -450,6 +450,12 @@ def logical_shapes(
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
     """Every logical tensor of a model on a single rank and its shape, in the model's order."""
     return logical_shapes(model.rules(), model.sizes, model.layers_of)
+
+
+def buffers_of(model: Model) -> frozenset[str]:
+    """The logical tensors that are not trained."""
+    rules = [rule for rule in model.rules() if rule.buffer]
+    return frozenset(logical_shapes(rules, model.sizes, model.layers_of))
 
 
 def padded_vocab(vocab: int, multiple: int, tp: int) -> int:
@@ -471,13 +477,21 @@ class Placement:
     placed: dict[Coord, list[Placed]]
 
     @classmethod
-    def of(cls, model: Model, mesh: Mesh, layout: Mapping[str, str], padded: int) -> Placement:
-        """``layout`` has a value for each of the family's tags, ``padded`` as the field.
+    def of(
+        cls,
+        model: Model,
+        mesh: Mesh,
+        layout: Mapping[str, str],
+        padded: int,
+        variant: frozenset[str] = frozenset({WHOLE_DOWN}),
+    ) -> Placement:
+        """``layout`` has a value for each of the family's tags, ``padded`` is as the field.
 
-        CheckpointError for a mesh that is not possible, with every row that does not divide.
+        ``variant`` are the flags of what a format cuts in another way. CheckpointError for a mesh
+        that is not possible, with every row that does not divide.
         """
         assert padded >= model.sizes["vocab"], f"{padded} rows for {model.sizes['vocab']}"
-        rules = tuple(model.rules(mesh_flags(mesh)))
+        rules = tuple(model.rules(mesh_flags(mesh) | variant))
         sizes = {**model.sizes, "padded_vocab": padded}
         placed: dict[Coord, list[Placed]] = {}
         for one, name in mesh.parts():

@@ -22,7 +22,7 @@ from ...families import is_known
 from ...families.known import nearest
 from ...model.box import full
 from ...model.dtypes import CASTABLE, ITEMSIZE
-from ...model.family import Model, with_tensors
+from ...model.family import Model, canonical, with_tensors
 from ...model.file_layout import Entry, Index
 from ...model.manifest import PADDING, Chunk, Chunks, Manifest, SideFile, TensorMeta, View
 from ...model.placement import shapes_of
@@ -78,7 +78,7 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
         if behind:
             result.notes.append(f"{index.path}: not copied, no tensors: {', '.join(behind)}")
     if model is not None:
-        result.model = model = with_tensors(model, metas)
+        result.model = model = with_tensors(model, [*metas, *result.copied])
         if options.vocab_size is not None:
             _cut_vocabulary(result, chunks, metas, options.vocab_size)
         _check_against(model, metas, path)
@@ -138,9 +138,14 @@ def _add(
         if "tie_word_embeddings" in result.model.flags and fqn in family.tied_names:
             result.tied.append(fqn)
             fqn = family.tied_names[fqn]
+    original = canonical(result.model, fqn) if result.model is not None else None
+    if original is not None:
+        result.copied.append(fqn)
+        fqn = original
     meta = TensorMeta(entry.shape, entry.dtype)
     table = result.model is not None and fqn in result.model.family.tied_names.values()
-    repeats = fqn in metas and not (result.tied and table)
+    copies = result.model is not None and fqn in result.model.family.copies.values()
+    repeats = fqn in metas and not (result.tied and table) and not (result.copied and copies)
     if metas.setdefault(fqn, meta) != meta or repeats:
         other = chunks.by_name[fqn][0].view.file
         raise CheckpointError(

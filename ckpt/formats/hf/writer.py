@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from ...model.box import full, row_major
 from ...model.design import Design, OutFile
+from ...model.family import copies_of
 from ...model.file_layout import Spec
 from ...model.manifest import (
     Chunk,
@@ -34,23 +35,26 @@ WEIGHTS_ONLY = True
 
 def design(request: WriteRequest, root: PurePath) -> Design:
     """The files below ``root``, and the index where there are several."""
-    metas = _wanted(request)
+    metas, copies = _wanted(request), {}
+    if request.source.model is not None:
+        copies = copies_of(request.source.model)
+    names_of = {**metas, **{name: metas[fqn] for name, fqn in copies.items()}}
     whole = request.whole
-    groups = [list(metas)] if whole.file_name else _split(metas, whole.max_shard_bytes)
+    groups = [list(names_of)] if whole.file_name else _split(names_of, whole.max_shard_bytes)
     names = [whole.file_name] if whole.file_name else file_names(len(groups), safe=whole.safe)
     files, chunks, where = [], Chunks(), {}
     for name, fqns in zip(names, groups, strict=True):
-        specs = [Spec(fqn, metas[fqn].dtype, metas[fqn].shape) for fqn in fqns]
+        specs = [Spec(fqn, names_of[fqn].dtype, names_of[fqn].shape) for fqn in fqns]
         path = root / name
         layout = container_of(path).layout(specs, {})
         files.append(OutFile(str(path), layout))
         for fqn in fqns:
-            meta = metas[fqn]
+            meta = names_of[fqn]
             strides = row_major(meta.shape)
             view = View(str(path), layout.offsets[fqn], meta.shape, strides, meta.dtype)
-            chunks.add(Chunk(fqn, full(meta.shape), view))
+            chunks.add(Chunk(copies.get(fqn, fqn), full(meta.shape), view))
             where[fqn] = name
-    index = (_index_file(where, metas, whole.safe),) if len(groups) > 1 else ()
+    index = (_index_file(where, names_of, whole.safe),) if len(groups) > 1 else ()
     return Design(files, Manifest(metas, chunks.by_name, {}, index), notes=_notes(request))
 
 

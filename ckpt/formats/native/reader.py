@@ -27,7 +27,7 @@ from ...model.file_layout import Entry, Index
 from ...model.layout import check_layout
 from ...model.manifest import STATES, Manifest, SideFile, category_of
 from ...model.mesh import AXES, Coord, Mesh, Stages, named_axes
-from ...model.pipeline import parse, single, split_by_counts
+from ...model.pipeline import Pipeline, parse, single, split_by_counts
 from ...model.placement import Placement
 from ...move.storage import StoragePath
 from ..megatron import known_args
@@ -216,30 +216,34 @@ def _header(
     layout = check_layout({**options.layout, **said}, model.family, str(path))
     count = model.sizes["layer"]
     stages: Stages | None = None
+    mtp: tuple[int, int] | None = None
     if table.get("pp_layers") is not None:
-        stages = _recorded_stages(path / CHECKPOINT, table, shape["pp"], count)
+        split = _recorded_stages(path / CHECKPOINT, table, shape["pp"], count)
+        stages, mtp = split.stages, split.mtp
     elif not table:
         stages = single(_detect_stages(path, indices, count))
     ep, etp = shape.get("ep", 1), shape.get("etp")
-    mesh = build_mesh(model, named_axes(shape), stages, ep=ep, etp=etp)
+    mesh = build_mesh(model, named_axes(shape), stages, mtp, ep=ep, etp=etp)
     return _Header(mesh, shape.get("dp", 1), layout, table)
 
 
-def _recorded_stages(file: StoragePath, table: Mapping[str, object], pp: int, count: int) -> Stages:
+def _recorded_stages(
+    file: StoragePath, table: Mapping[str, object], pp: int, count: int
+) -> Pipeline:
     """Layers of each stage: those of pp_layers, cut into virtual ones as pp_layout says."""
     owned = _recorded_layers(file, table["pp_layers"], pp, count)
     text = table.get("pp_layout")
     if text is None:
-        return tuple(_runs(layers) for layers in owned)
+        return Pipeline(tuple(_runs(layers) for layers in owned), None)
     if not isinstance(text, str):
         raise CheckpointError(f"{file}: pp_layout is {text!r:.200}")
-    stages = parse(text, pp, count, f"{file}: pp_layout").stages
-    if tuple(tuple(itertools.chain(*rank)) for rank in stages) != owned:
+    split = parse(text, pp, count, f"{file}: pp_layout")
+    if tuple(tuple(itertools.chain(*rank)) for rank in split.stages) != owned:
         raise CheckpointError(
             f"{file}: pp_layout {text!r:.200} and pp_layers {table['pp_layers']!r:.200} give the "
             "stages other layers"
         )
-    return stages
+    return split
 
 
 def _runs(layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from ...errors import CheckpointError, raise_all
 from ...model.chunk_builder import ChunkBuilder, Span
 from ...model.design import Design, OutFile
 from ...model.dtypes import TO_TORCH
-from ...model.family import has_tensors
+from ...model.family import MTP, has_tensors
 from ...model.file_layout import Spec
 from ...model.layout import default_layout
 from ...model.manifest import STATES, SideFile, TensorMeta
@@ -195,8 +195,10 @@ def checkpoint_json(
     owned = target.mesh.owned["pp"]
     counts = tuple(len(layers) for layers in owned)
     in_turn = owned == split_by_counts(sum(counts), counts)  # not so where stages interleave
-    virtual = any(len(stages) > 1 for stages in target.mesh.stages["pp"])
-    layout = text_of(target.mesh.stages["pp"]) if virtual else None
+    mesh = target.mesh
+    virtual = any(len(stages) > 1 for stages in mesh.stages["pp"]) or mesh.mtp is not None
+    mtp_layers = target.model.sizes.get(MTP, 0)
+    layout = text_of(mesh.stages["pp"], mesh.mtp, mtp_layers) if virtual else None
     table = {
         "format_version": VERSION,
         "step": target.step,

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fixtures_safety import names, refused
+import trainer_save
+from fixtures_safety import LONG_S, names, refused
 from train_helpers import launch
 
 from shardwright.ckpt import open_checkpoint, reshard, verify
 from shardwright.train.core.optim import OptimizerView
 from shardwright.train.errors import TrainError
+
+TESTS = Path(__file__).resolve().parent
 
 
 def saved(folder: str) -> dict[str, Any]:
@@ -24,7 +31,9 @@ def saved(folder: str) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from shardwright.ckpt.checkpoint.config import model_from
+    from shardwright.train.checkpoint import hf_output
     from shardwright.train.checkpoint import original as originals
+    from shardwright.train.checkpoint import save as save_module
     from shardwright.train.checkpoint.hf_weights import take
     from shardwright.train.checkpoint.load import load
     from shardwright.train.checkpoint.rank_state import RankState
@@ -64,6 +73,25 @@ def saved(folder: str) -> dict[str, Any]:
     load(place / "bin", held)
     assert all(torch.equal(p, before[k]) for k, p in engine.named.items())
 
+    # a Hugging Face model in a folder of the user's, in many files and then in one
+    out = place / "model"
+    if parallel.rank == 0:
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+        (out / "config.json").write_text("{}")
+    how: dict[str, Any] = {"safe": True, "log": said.append}
+    hf_output.save_model(held, out, 3, sides, max_shard_bytes=20_000, **how)
+    parts = sorted(child.name for child in out.glob("model-*")) if parallel.rank == 0 else []
+    hf_output.save_model(held, out, 3, sides, max_shard_bytes=10**9, **how)
+    model_refused = ""
+    if parallel.rank == 0:
+        (place / "theirs").mkdir()
+        (place / "theirs/pytorch_model.bin").write_text("mine")
+    try:
+        hf_output.save_model(held, place / "theirs", 3, sides, max_shard_bytes=10**9, **how)
+    except TrainError as error:
+        model_refused = str(error)
+
     # the script's own model
     original = originals.Original(theirs, held)
     shapes = {n: (tuple(p.shape), id(p)) for n, p in theirs.named_parameters()}
@@ -100,8 +128,26 @@ def saved(folder: str) -> dict[str, Any]:
     other.save(place / "frozen", 0, {"param_groups": [{"lr": 0.1}]}, sides)
     other.wait()
     found = load(place / "frozen", frozen)
-    return {"said": said, "refused": refused, "alone": alone, "bytes": bytes_held,
-            "optimizer": found.optimizer}  # fmt: skip
+
+    # the process ends while a save is under way: no collective any more
+    saver.save(place / "ended", 4, {}, sides, into=True)
+    saver.end()
+    if parallel.rank == 1:
+        save_module.write_files = _fails
+    saver.save(place / "lost", 5, {}, sides, into=True)
+    lost = ""
+    try:
+        saver.end()
+    except TrainError as error:
+        lost = str(error)
+    return {
+        "said": said, "refused": refused, "alone": alone, "bytes": bytes_held, "lost": lost,
+        "optimizer": found.optimizer, "parts": parts, "model_refused": model_refused,
+    }  # fmt: skip
+
+
+def _fails(files: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def _config(config: Any) -> Any:
@@ -144,6 +190,22 @@ def test_no_pointer_is_written_beside_a_scripts_folder(ran):
     assert (ran[0] / "latest").read_text() == "frozen\n"  # the command's way, in this test
 
 
+def test_a_saved_model_replaces_the_one_that_was_saved_there_and_nothing_else(ran):
+    from safetensors.torch import load_file
+
+    place, ranks = ran
+    out = place / "model"
+    assert len(ranks[0]["parts"]) > 1
+    assert names(out) == [".shardwright.files", "config.json", "model.safetensors", "notes.txt"]
+    assert (out / "config.json").read_text() == "{}"
+    assert any("config.json: stays as it is" in line for line in ranks[0]["said"])
+    logical, found = open_checkpoint(place / "safe"), load_file(out / "model.safetensors")
+    assert all(torch.equal(tensor, logical[name].torch()) for name, tensor in found.items())
+    for rank in ranks:
+        assert "holds pytorch_model.bin, which save_model has not written" in rank["model_refused"]
+    assert names(place / "theirs") == ["pytorch_model.bin"]
+
+
 def test_an_original_holds_no_weights_and_says_so_until_it_gets_the_trained_ones(ran):
     from safetensors.torch import load_file
 
@@ -165,6 +227,74 @@ def test_a_call_of_one_rank_alone_ends_with_an_error(ran):
     first, second = ran[1]
     assert "was not called on rank 1, within" in first["alone"]
     assert second["alone"] == ""
+
+
+def test_a_process_that_ends_publishes_what_every_rank_has_written_without_a_collective(ran):
+    place, (first, second) = ran
+    (different,) = verify(place / "ended", place / "safe").differences
+    assert "step" in different
+    assert "lost could not be written (rank 1: [Errno 28] No space left on device)" in first["lost"]
+    assert second["lost"] == ""
+    assert not (place / "lost/checkpoint.json").exists()
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import trainer_save
+from shardwright.train.checkpoint import rank_files, save
+
+write = save.write_files
+save.write_files = lambda files: (time.sleep(1), write(files))[1]
+how, folder = sys.argv[1], Path(sys.argv[2])
+trainer_save.save(folder, 1, wait=False)
+assert not (folder / "checkpoint-1/checkpoint.json").exists()
+print("begun", flush=True)
+if how == "exception":
+    raise KeyError("of the script")
+if how == "exit":
+    sys.exit(3)
+if how == "stuck":  # in a call that lets no handler run: a collective whose other ranks are gone
+    import ctypes
+    while True:
+        ctypes.CDLL(None).sem_wait(ctypes.create_string_buffer(64))
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "code"),
+    [("exception", 0, 1), ("exit", 0, 3), ("wait", signal.SIGTERM, -signal.SIGTERM),
+     ("stuck", signal.SIGTERM, -signal.SIGTERM), ("wait", signal.SIGHUP, -signal.SIGHUP),
+     ("wait", signal.SIGINT, -signal.SIGINT)],
+)  # fmt: skip
+def test_an_exception_an_exit_and_a_signal_publish_the_save_under_way(how, number, code, tmp_path):
+    argv = [sys.executable, "-c", SCRIPT, how, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as run:
+        assert run.stdout.readline() == "begun\n", run.stderr.read()
+        if number:
+            run.send_signal(number)
+        _, errors = run.communicate(timeout=LONG_S)
+    assert run.returncode == code, errors
+    assert names(tmp_path / "run") == ["checkpoint-1", "latest"]
+    (tmp_path / "run/checkpoint-1/config.json").write_text(json.dumps(trainer_save.CONFIG))
+    assert verify(tmp_path / "run/checkpoint-1").differences == []
+
+
+def test_a_save_that_is_lost_at_the_end_of_a_process_is_told_by_its_exit_code(tmp_path):
+    script = SCRIPT.replace("write(files))[1]", "os.stat('/nothing/there'))[1]")
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
+    script = script[: script.index('if how == "exception"')]
+    done = subprocess.run(
+        [sys.executable, "-c", script, "end", str(tmp_path / "run")], env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "checkpoint-1 could not be written (rank 0: [Errno 2]" in done.stderr
+    assert names(tmp_path) == []
 
 
 def test_a_checkpoint_whose_first_stage_is_frozen_is_read_by_everything(ran, tmp_path):

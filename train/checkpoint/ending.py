@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -42,13 +43,25 @@ def over(finish: Callable[[], None]) -> None:
         _watch = None
 
 
-@atexit.register
-def _finish() -> None:
+def finish() -> bool:
+    """Finish what is under way, and say what is lost; False if anything is."""
+    done = True
     for one in tuple(_under_way):
+        _under_way.remove(one)
         try:
             one()
         except TrainError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
+            done = False
+    return done
+
+
+@atexit.register
+def _at_exit() -> None:
+    if not finish():
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)  # no other way to set the exit code now
 
 
 class _Watch:
@@ -66,7 +79,7 @@ class _Watch:
     def _wait(self) -> None:
         while said := os.read(self._reader, 1):
             if said[0] in self._taken:
-                _finish()
+                finish()
                 # signal.signal works in the main thread alone, which may be stuck
                 ctypes.CDLL(None).signal(said[0], 0)
                 os.kill(os.getpid(), said[0])

@@ -105,7 +105,8 @@ def test_training_says_in_one_line_which_package_it_lacks(module, tmp_path):
     name = {"megatron": "megatron-core"}.get(module, module)
     what = "" if module == "torch" else "training: "
     said = f"{what}{name} is not installed; pip install 'shardwright[train]'"
-    assert error == f"error: {said}\n"
+    assert error.splitlines()[-1] == f"error: {said}"
+    assert "Traceback" not in error
 
 
 def test_python_code_is_told_the_extra_as_well():

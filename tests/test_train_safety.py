@@ -23,8 +23,10 @@ from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View
 from shardwright.ckpt.model.planner import plan
 from shardwright.ckpt.move.progress import parse_bytes
 from shardwright.ckpt.move.publish import OutputTransaction
+from shardwright.tools import train_ckpt
 from shardwright.train.checkpoint import retention, save
 from shardwright.train.config import questions
+from shardwright.train.config.from_options import from_options
 from shardwright.train.config.schema import BatchSizes, Parallelism, TrainConfig
 from shardwright.train.doctor import memory, pipeline
 from shardwright.train.errors import TrainError
@@ -431,3 +433,35 @@ def test_a_yaml_without_pyyaml_says_what_to_install(tmp_path, monkeypatch):
     ):
         questions.write({"a": 1}, tmp_path / "x.yaml")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- what a run says of itself ------------------------------------------------------------------
+
+
+def test_without_a_terminal_steps_are_lines_of_a_log(monkeypatch, capsys):
+    """The first, the last, and one every ten seconds; no carriage returns."""
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    made = metrics.Metrics(None, writes=False, bar=True, steps=40, done=2)
+    for step in range(3, 41):
+        now[0] += 3.0
+        made.add({"step": step, "loss": 1.0}, {"loss": f"{step}.0", "lr": "1e-4"})
+    made.close()
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    lines = said.splitlines()
+    assert lines[0] == "step 3/40: loss 3.0, lr 1e-4, 111 s left"
+    assert lines[-1] == "step 40/40: loss 40.0, lr 1e-4, 0 s left"
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines]
+    assert steps == [3, *range(7, 40, 4), 40]
+
+
+def test_a_run_says_at_once_what_it_starts_and_what_it_will_not_keep(tmp_path):
+    words = ["--model", str(tmp_path), "--data", "x", "--steps", "1", "--tp", "2", "--pp", "2"]
+    config = from_options(train_ckpt.parser().parse_args(words))
+    assert train_ckpt.starting(config).splitlines() == [
+        "starting 4 processes at tp=2 pp=2: importing torch and megatron-core",
+        "no --save-dir: nothing of this run will be kept",
+    ]
+    config = from_options(train_ckpt.parser().parse_args([*words, "--save-dir", "run"]))
+    assert len(train_ckpt.starting(config).splitlines()) == 1

@@ -54,10 +54,22 @@ def command(argv: Sequence[str], prog: str = "train-ckpt") -> int:
 
     if launch.is_rank():
         return _run_rank(config)
+    print(starting(config), file=sys.stderr, flush=True)
     from shardwright.train.run.trainer import check
 
     check(config)
     return launch.launch(config, list(argv))
+
+
+def starting(config: TrainConfig) -> str:
+    """What is about to happen: importing torch takes long enough to make people wonder."""
+    ranks = config.launch.nproc or max(1, config.world_size // config.launch.num_machines)
+    p = config.parallelism
+    count = "1 process" if ranks == 1 else f"{ranks} processes"
+    text = f"starting {count} at tp={p.tp} pp={p.pp}: importing torch and megatron-core"
+    if config.saving.save_dir is None:
+        text += "\nno --save-dir: nothing of this run will be kept"
+    return text
 
 
 SUBCOMMANDS = {

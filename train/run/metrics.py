@@ -6,7 +6,8 @@ import contextlib
 import json
 import resource
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class Metrics:
             tensorboard_dir = tensorboard_dir or str(self.save_dir / "tensorboard")
         if writes and tensorboard_dir is not None:
             self._board = _tensorboard(tensorboard_dir)
-        if bar:
+        self._log = _Lines(steps, done) if bar and not _is_terminal() else None
+        if bar and self._log is None:
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -87,6 +89,8 @@ class Metrics:
     def add(self, row: Mapping[str, float | int], shown: Mapping[str, str]) -> None:
         """A step's numbers, and how the bar shows them."""
         self.note(row)
+        if self._log is not None:
+            self._log.add(int(row["step"]), shown, self.say)
         if self._bar is not None:
             with contextlib.suppress(OSError):  # a closed terminal does not end the run
                 self._bar.set_postfix(shown, refresh=False)
@@ -126,6 +130,30 @@ class Metrics:
             self._file.close()
         if self.save_dir is not None:
             draw_curve(self.save_dir)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class _Lines:
+    """Steps as lines of a log: the first, the last, and one every ten seconds between them."""
+
+    SECONDS = 10.0
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.first = steps, done + 1
+        self.start = self.said = time.monotonic()
+
+    def add(self, step: int, shown: Mapping[str, str], say: Callable[[str], None]) -> None:
+        """Say a step if its turn has come."""
+        now = time.monotonic()
+        if step not in (self.first, self.steps) and now - self.said < self.SECONDS:
+            return
+        self.said = now
+        left = (now - self.start) / (step - self.first + 1) * (self.steps - step)
+        values = ", ".join(f"{name} {value}" for name, value in shown.items())
+        say(f"step {step}/{self.steps}: {values}, {left:.0f} s left")
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -326,12 +326,13 @@ class Trainer:
         d = self.config.data
         tokens = self.config.batch.samples_per_step * (d.seq_length or 0) / seconds
         more = {"params_norm": engine.params_norm()} if self.config.logging.params_norm else {}
+        rate = tokens * per_token / self.parallel.world_size / 1e12
         self.metrics.add(
             {"step": self.step, "loss": loss, "lr": lr, "grad_norm": result.grad_norm,
              "tokens_per_s": tokens, **more},
             {"loss": f"{loss:.4f}", "lr": f"{lr:.2e}", "norm": f"{result.grad_norm:.2f}",
              "tok/s": f"{tokens:.0f}",
-             "TF/s": f"{tokens * per_token / self.parallel.world_size / 1e12:.2f}",
+             "TF/s": f"{rate:.2f}" if rate >= 0.1 else f"{rate:.1e}",
              "GiB": f"{peak_memory_bytes() / 2**30:.2f}"},
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ from .checkpoint.types import Checkpoint
 from .containers import torch_zip
 from .errors import raise_all
 from .model.file_layout import RecordedChecksum, RecordedDigest
+from .move.computed import real_ranges
 from .move.progress import human
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ class SourceCheck:
         """Check what the sources of copies lie in, except what another worker has taken."""
         numbers: set[int] = set()
         for copy in copies:
-            if copy.src.file in self._places:
-                numbers.update(self._places[copy.src.file].touched(*copy.src.extent()))
+            for file, start, stop_bytes in real_ranges(copy.src.file, *copy.src.extent()):
+                if file in self._places:
+                    numbers.update(self._places[file].touched(start, stop_bytes))
         self._check(sorted(numbers), files, stop)
 
     def rest(self, files: Files, stop: threading.Event) -> None:

@@ -18,6 +18,7 @@ from .model.design import Design, check_design
 from .model.dtypes import TO_TORCH
 from .model.manifest import SideFile, View
 from .model.planner import Copy, Plan, Tolerance, chunk_count, plan, resolve
+from .move.computed import real_ranges
 from .move.kept import kept_fault, mode_of, side_bytes, write_side
 from .move.progress import Progress, human
 from .move.storage import storage_path
@@ -341,7 +342,8 @@ class _Moving:
         self.follower, self.progress = follower, progress
         self.journal = _Journal(transaction)
         self.repeats = {u[0].fqn: u for u in units(made.replicas)}
-        used = {copy.src.file for copy in (*made.copies, *made.replicas)}
+        paths = {copy.src.file for copy in (*made.copies, *made.replicas)}
+        used = {file for path in paths for file, *_ in real_ranges(path, 0, 0)}
         self.check = SourceCheck(source, used) if options.verify_source else None
         self.faults: list[str] = []  # replicas that differ
 

@@ -28,6 +28,7 @@ _RUN: dict[str, tuple[type, ...]] = {
 _READ: dict[str, tuple[type, ...]] = {
     "config": (str, PathLike),
     "copy_all": (bool,),
+    "dequantize": (bool,),
     "drop_vision": (bool,),
     "follow_links": (bool,),
     "format": (str,),

@@ -39,6 +39,12 @@ def read_checkpoint(path: Where, options: ReadOptions | None = None) -> Checkpoi
     if pointers := foreign.lfs_pointers(where):
         raise CheckpointError(f"{where}: {pointers}")
     chosen, notes = _format_of(where, options.format)
+    for option, given in (("drop-vision", options.drop_vision), ("dequantize", options.dequantize)):
+        if given and chosen.NAME != "hf":
+            raise CheckpointError(
+                f"{where}: --{option} is about files of Hugging Face, and this is {chosen.NAME}; "
+                "leave it out"
+            )
     with watching() as seen:
         found = chosen.read(where, options)
     paths = [*(f.path for f in found.files), *found.described_by]
@@ -238,6 +244,7 @@ def open_checkpoint(
     format: str | None = None,
     trust: Iterable[str] = (),
     drop_vision: bool = False,
+    dequantize: bool = False,
 ) -> OpenCheckpoint:
     """Open any readable checkpoint.
 
@@ -245,11 +252,11 @@ def open_checkpoint(
     ``vocab_size`` the real number of vocabulary rows. ``iteration`` picks one checkpoint of a
     folder that holds several, ``format`` one of two formats in a folder, ``trust`` names fields
     of ``config`` that count although the checkpoint contradicts them, ``drop_vision`` takes the
-    language model alone. The others only add what the checkpoint does not record. Raises
-    CheckpointError.
+    language model alone, ``dequantize`` reads quantized weights as bfloat16. The others only add
+    what the checkpoint does not record. Raises CheckpointError.
     """
     options = ReadOptions(
         config, layout or {}, vocab_size, iteration=iteration, format=format,
-        trust=frozenset(trust), drop_vision=drop_vision,
+        trust=frozenset(trust), drop_vision=drop_vision, dequantize=dequantize,
     )  # fmt: skip
     return OpenCheckpoint(read_checkpoint(path, options))

@@ -143,7 +143,9 @@ def add_reading(made: argparse.ArgumentParser, *, sides: bool = False) -> None:
         _add_source(made.add_argument_group(f"about {side.upper()} of two checkpoints"), side)
 
 
-_READING = ("config", "layout", "vocab_size", "iteration", "format", "trust", "drop_vision")
+_READING = (
+    "config", "layout", "vocab_size", "iteration", "format", "trust", "drop_vision", "dequantize",
+)  # fmt: skip
 
 
 def _add_source(made: argparse._ActionsContainer, side: str) -> None:
@@ -176,6 +178,10 @@ def _add_source(made: argparse._ActionsContainer, side: str) -> None:
     made.add_argument(
         f"--drop-vision{end}", action="store_true",
         help=f"leave out vision and audio parts{of}: the language model alone",
+    )  # fmt: skip
+    made.add_argument(
+        f"--dequantize{end}", action="store_true",
+        help=f"read quantized weights{of} (block FP8, MXFP4) as bf16",
     )  # fmt: skip
 
 
@@ -283,7 +289,7 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
     from shardwright.ckpt import CheckpointError, ReadOptions
     from shardwright.ckpt.model.layout import parse_layout
 
-    config, layout, vocab, iteration, kind, trust, drop_vision = (
+    config, layout, vocab, iteration, kind, trust, drop_vision, dequantize = (
         getattr(args, name + side) for name in _READING
     )
     folder = Path(os.path.expanduser(config)) if config else None
@@ -300,6 +306,7 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
         copy_all=getattr(args, "copy_all", False),
         follow_links=getattr(args, "follow_links", False),
         drop_vision=drop_vision,
+        dequantize=dequantize,
     )
 
 

@@ -47,9 +47,9 @@ def check_config(folder: StoragePath, options: ReadOptions) -> list[str]:
         return []
     says = []
     for path in (own, given):
-        config = language_config(load_json(path, finite=False))
+        config = read_config(path, options)
         known = families.is_known(config.get("model_type"))
-        says.append(settings(config, load_model(path) if known else None))
+        says.append(settings(config, model_from(config, str(path)) if known else None))
     rows = {
         name: f"{name} is {one!r:.80} in {own}, {other!r:.80} in {given}"
         for name, (one, other) in contradictions(*says).items()
@@ -76,6 +76,13 @@ def language_config(config: Mapping[str, object]) -> Mapping[str, object]:
     return config
 
 
+def read_config(path: Where, options: ReadOptions) -> Mapping[str, object]:
+    """The config of the language model; of dequantized weights if they are to be dequantized."""
+    config = language_config(load_json(path, finite=False))
+    dropped = ("quantization_config",) if options.dequantize else ()
+    return {key: value for key, value in config.items() if key not in dropped}
+
+
 def load_model(path: Where, vocab_size: int | None = None) -> Model:
     """The family, sizes and flags that a config.json describes.
 
@@ -89,8 +96,9 @@ def model_from(config: Mapping[str, object], path: str, vocab_size: int | None =
     config = language_config(config)
     if config.get("quantization_config") is not None:
         raise CheckpointError(
-            f"{path}: the weights are quantized (quantization_config); dequantize them first, "
-            "since packed weights and scales cannot be cut by rows"
+            f"{path}: the weights are quantized (quantization_config), and packed weights and "
+            "scales cannot be cut by rows; --dequantize (of reshard and merge-ckpt) reads 8-bit "
+            "floats with weight_scale_inv and MXFP4 as bfloat16; dequantize other kinds first"
         )
     family = families.find(config.get("model_type"), str(path))
     sizes = {"one": 1, **evaluate(family, config, str(path))}

@@ -36,6 +36,7 @@ class ReadOptions:
     copy_all: bool = False  # also copy training state and other weights
     follow_links: bool = False  # also copy side files that are links out
     drop_vision: bool = False  # take the language model of a model that also sees or hears
+    dequantize: bool = False  # read block-scaled 8-bit floats and MXFP4 as bfloat16
 
 
 def filled(recorded: Value | None, given: Value | None, option: str, origin: str) -> Value | None:

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from ..errors import CheckpointError
 from ..model.file_layout import Checksum, FileLayout
+from .computed import ComputedFile
 from .crc import crc32
 from .storage import LOCAL, Storage, StoragePath, told
 
@@ -81,6 +82,8 @@ class Files:
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
+        if isinstance(path, ComputedFile):
+            return path.size
         try:
             return self.storage.stat_open(self._fd(path, write=False)).size
         except OSError as error:
@@ -88,6 +91,9 @@ class Files:
 
     def read_into(self, path: str, offset: int, into: memoryview) -> None:
         """Fill ``into`` (bytes) from ``offset``; CheckpointError if the file ends before."""
+        if isinstance(path, ComputedFile):
+            path.read_into(self, offset, into)
+            return
         if path in self._buffers:
             into[:] = self._buffers[path][offset : offset + len(into)]
             return
@@ -139,7 +145,8 @@ class Files:
             self.write(dst, dst_offset, data)
             return
         done = 0
-        if self._can_copy and not (src in self._buffers or dst in self._buffers):
+        computed = isinstance(src, ComputedFile)
+        if self._can_copy and not (computed or src in self._buffers or dst in self._buffers):
             done = self._copy(src, src_offset, dst, dst_offset, length)
         while done < length:
             part = scratch[: min(len(scratch), length - done)]

@@ -13,7 +13,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from ...checkpoint.config import check_config, find_config, language_config, load_model
+from ...checkpoint.config import (
+    check_config,
+    find_config,
+    language_config,
+    model_from,
+    read_config,
+)
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
 from ...checkpoint.types import Checkpoint, FileSummary, ReadOptions
 from ...containers.tensor_names import no_tensors
@@ -29,7 +35,7 @@ from ...model.placement import shapes_of
 from ...move.progress import human
 from ...move.storage import StoragePath
 from ..side_files import left_behind, resolve, side_files
-from . import wrapped
+from . import quantized, wrapped
 from .names import INDEX, NAME, SINGLE, SPLIT, container_of
 
 
@@ -51,8 +57,11 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     trusted = check_config(folder, options)
     indices = list(_indices(path))
     _check_plain(config, indices)
+    plain = _plain(path, config, indices, options)
     model = _model(config, options)
-    beside = wrapped.towers(entry for index in indices for entry in index.entries.values())
+    if model is not None and not options.dequantize and quantized.is_quantized(indices):
+        raise CheckpointError(f"{path}: the weights are quantized; --dequantize reads them as bf16")
+    beside = wrapped.towers(entry for _, entry in plain.entries)
     inside = config is not None and _is_wrapper(config)
     if beside and inside and not options.drop_vision:
         model = None
@@ -63,16 +72,16 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
             f"{path}: no config.json, so names and shapes are not checked (--config HF_DIR)"
         )
     if model is None and config is not None:
-        names = [name for index in indices for name in index.entries]
-        result.unknown_model = _unknown_model(config, beside, names)
+        result.unknown_model = _unknown_model(config, beside, plain, options)
         why = "parts beside the language model" if inside else "no family table for this model"
         result.notes.append(f"{config}: {why}; tensors pass as they are")
     chunks = Chunks()
     metas: dict[str, TensorMeta] = {}
-    prefix = _prefix(result, indices)
+    prefix = _prefix(result, plain)
+    for file, entry in plain.entries:
+        _add(result, chunks, metas, file, entry, prefix, drop=options.drop_vision)
+    result.left_out += plain.left_out
     for index in indices:
-        for entry in index.entries.values():
-            _add(result, chunks, metas, index.path, entry, prefix, drop=options.drop_vision)
         result.files.append(FileSummary(index.path, "", index.size_bytes, len(index.entries)))
         behind = no_tensors(index.extra)
         if behind:
@@ -84,7 +93,9 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
         _check_against(model, metas, path)
     sides = side_files(folder, options) if path.is_dir() else ()
     if inside and model is not None:
-        sides = _own_config(sides, model)
+        sides = _own_config(sides, model.config)
+    elif config is not None and options.dequantize:
+        sides = _own_config(sides, quantized.without_config(load_json(config, finite=False)))
     read = [file.path for file in result.files]
     result.notes += left_behind(folder, options, read) if path.is_dir() else []
     result.manifest = Manifest(metas, chunks.by_name, {}, sides)
@@ -264,16 +275,32 @@ def _model(config: StoragePath | None, options: ReadOptions) -> Model | None:
     if config is None:
         return None
     kind = language_config(load_json(config, finite=False)).get("model_type")
-    known = not isinstance(kind, str) or is_known(kind)
-    return load_model(config, options.vocab_size) if known and kind is not None else None
+    if kind is None or (isinstance(kind, str) and not is_known(kind)):
+        return None
+    return model_from(read_config(config, options), str(config), options.vocab_size)
+
+
+def _plain(
+    path: StoragePath, config: StoragePath | None, indices: Sequence[Index], options: ReadOptions
+) -> quantized.Plain:
+    """Every tensor with its file, dequantized if the options say so."""
+    if not options.dequantize:
+        entries = [(index.path, e) for index in indices for e in index.entries.values()]
+        return quantized.Plain(entries)
+    table = {} if config is None else load_json(config, finite=False)
+    return quantized.dequantized(indices, table, str(path))
 
 
 def _unknown_model(
-    config: StoragePath, beside: Sequence[wrapped.Tower], names: Sequence[str]
+    config: StoragePath,
+    beside: Sequence[wrapped.Tower],
+    plain: quantized.Plain,
+    options: ReadOptions,
 ) -> str:
     """The error of a job that must know how a model is packed."""
+    names = [entry.name for _, entry in plain.entries]
     try:
-        load_model(config)
+        model_from(read_config(config, options), str(config))
     except CheckpointError as error:
         return f"{error}. {_compared(names)}" if names else str(error)
     parts = ", ".join(f"{t.name} ({t.tensors} tensors, {human(t.nbytes)})" for t in beside)
@@ -292,11 +319,11 @@ def _compared(names: Sequence[str]) -> str:
     return f"The nearest is {family}, which has no {', '.join(more[:12])}{rest}"
 
 
-def _prefix(result: Checkpoint, indices: Sequence[Index]) -> tuple[str, str]:
+def _prefix(result: Checkpoint, plain: quantized.Plain) -> tuple[str, str]:
     """The prefix of a wrapped language model's names, and what stands for it; a note says so."""
     if result.model is None:
         return "", ""
-    names = [name for index in indices for name in index.entries]
+    names = [entry.name for _, entry in plain.entries]
     prefix, alone = wrapped.prefix_of(names, shapes_of(result.model))
     if prefix:
         result.notes.append(f"{result.path}: the language model's names without {prefix!r}")
@@ -309,9 +336,9 @@ def _is_wrapper(config: StoragePath) -> bool:
     return language_config(table) is not table
 
 
-def _own_config(sides: tuple[SideFile, ...], model: Model) -> tuple[SideFile, ...]:
-    """The side files, with the language model's config in place of its wrapper's."""
-    text = json.dumps(model.config, indent=2) + "\n"
+def _own_config(sides: tuple[SideFile, ...], config: Mapping[str, object]) -> tuple[SideFile, ...]:
+    """The side files, with the config of what is read in place of the folder's."""
+    text = json.dumps(config, indent=2) + "\n"
     return tuple(
         SideFile(side.name, text=text) if side.name == "config.json" else side for side in sides
     )

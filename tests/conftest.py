@@ -2,9 +2,11 @@
 
 import os
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixtures_safety import Forge
 from hypothesis import HealthCheck, settings
 
 # Examples read and write files: how long one takes says nothing on a busy machine.
@@ -35,6 +37,13 @@ def _has_room(folder: Path) -> bool:
     available = 1024 * int(found[found.index("MemAvailable:") + 1])
     programs = not info.f_flag & getattr(os, "ST_NOEXEC", 0)
     return programs and min(available, info.f_bavail * info.f_frsize) >= NEEDED_BYTES
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Forge]:
+    """A process whose forks are runs to kill."""
+    with Forge() as made:
+        yield made
 
 
 # Checkpoints written by other tools. They are too large for the repository and lie beside it.

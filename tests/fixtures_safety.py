@@ -8,11 +8,13 @@ do not use the code under test.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import json
 import math
 import os
+import pkgutil
 import shutil
 import signal
 import stat
@@ -198,10 +200,15 @@ class Forge:
 def _serve() -> None:
     """Answer questions until the pipe closes."""
     # Everything that a run imports, so that a fork need not.
-    from shardwright.ckpt import convert, jobs, verifier  # noqa: F401
-    from shardwright.ckpt.move import compare, executor, publish  # noqa: F401
+    from shardwright.ckpt import convert, families, formats, jobs, verifier  # noqa: F401
+    from shardwright.ckpt.move import compare, executor, publish, seal  # noqa: F401
     from shardwright.tools import merge_ckpt, reshard, verify_ckpt
 
+    for package in (families, formats):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            importlib.import_module(module.name)
+    importlib.import_module("xxhash")
+    gc.freeze()  # a collection in a fork would go through all of it, and so copy it
     tools = {"reshard": reshard, "merge": merge_ckpt, "verify": verify_ckpt}
     reports: dict[int, int] = {}
     for line in sys.stdin:

@@ -13,7 +13,6 @@ import independent
 import pytest
 from fixtures_safety import (
     LONG_S,
-    Forge,
     case,
     content,
     edit_json,
@@ -36,12 +35,6 @@ TO_BIN = ("reshard", "native", "--tp", 4, "--pp", 1, "--dp", 2, "--no-safe-seria
           "--checksum")  # fmt: skip
 TO_FOLDER = ("merge", "native")
 TO_PARTS = ("merge", "native", "--max-shard-size", "4KB", "--no-safe-serialization")
-
-
-@pytest.fixture(scope="module")
-def forge():
-    with Forge() as made:
-        yield made
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import failing_calls
 import pytest
 from file_set_runs import LAST, SETS, owned, save, whole
-from fixtures_safety import Forge, content, names, refused, tree
+from fixtures_safety import content, names, refused, tree
 
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.move import file_set
@@ -21,12 +21,6 @@ from shardwright.ckpt.move.file_set import LOCK, STAGE, FileSetTransaction
 from shardwright.ckpt.move.lock import OutputLock
 from shardwright.ckpt.move.staging import JOURNAL
 from shardwright.ckpt.reader import follow
-
-
-@pytest.fixture(scope="module")
-def forge():
-    with Forge() as made:
-        yield made
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fixtures_safety import LONG_S, Forge, content, names, refused, untouched, write_hf
+from fixtures_safety import LONG_S, content, names, refused, untouched, write_hf
 
 from shardwright.ckpt import RunOptions, merge, reshard
 from shardwright.ckpt.move import executor, lock, publish, storage
@@ -186,7 +186,7 @@ def test_a_lock_file_of_another_user_says_nothing_about_what_may_be_removed(home
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_two_overwriting_processes_leave_one_of_the_two_outputs_whole(exchange, home):
+def test_two_overwriting_processes_leave_one_of_the_two_outputs_whole(exchange, forge, home):
     """H1; without a call that swaps two folders as well."""
     wanted = {}
     for tp in (1, 2):
@@ -195,17 +195,15 @@ def test_two_overwriting_processes_leave_one_of_the_two_outputs_whole(exchange, 
         shutil.rmtree(home / "out")
     argv = {tp: ("reshard", "hf", "--tp", tp, "--output", "out", "--overwrite") for tp in (1, 2)}
     ended = []
-    with Forge() as one, Forge() as two:
-        for _ in range(20):
-            runs = [(forge, forge.start(*argv[tp], exchange=exchange))
-                    for forge, tp in ((one, 1), (two, 2))]  # fmt: skip
-            said = [forge.wait(pid) for forge, pid in runs]
-            ended.append([run["code"] for run in said])
-            for run in said:
-                assert run["code"] == 0 or "out: another run is writing it" in run["text"]
-            assert 0 in ended[-1], said
-            assert content(home / "out") in wanted.values()
-            assert names(home) == ["hf", "out"]
+    for _ in range(20):
+        runs = [forge.start(*argv[tp], exchange=exchange) for tp in (1, 2)]
+        said = [forge.wait(pid) for pid in runs]
+        ended.append([run["code"] for run in said])
+        for run in said:
+            assert run["code"] == 0 or "out: another run is writing it" in run["text"]
+        assert 0 in ended[-1], said
+        assert content(home / "out") in wanted.values()
+        assert names(home) == ["hf", "out"]
 
 
 def test_overwriting_runs_one_after_another_never_meet_in_the_stage(home):

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from fixtures_safety import Forge, content, edit_json, refused, write_hf, write_native
+from fixtures_safety import content, edit_json, refused, write_hf, write_native
 from safetensors.torch import load_file
 
 from shardwright.ckpt import ReadOptions, RunOptions, merge, reshard, verify
@@ -247,16 +247,15 @@ def test_side_files_below_many_folders_inside_each_other_travel(home):
 
 
 @pytest.fixture
-def stopped(home):
+def stopped(forge, home):
     """The staging folder of a killed run whose journal names most tensors."""
-    with Forge() as forge:
-        argv = ("merge", "native", "--output", "out", "--workers", 1)
-        whole = forge.run(*argv, sync=True)["moments"]
-        wanted = content(home / "out")
-        for path in sorted((home / "out").rglob("*")):
-            path.unlink()
-        (home / "out").rmdir()
-        forge.run(*argv, sync=True, at=whole * 3 // 4)
+    argv = ("merge", "native", "--output", "out", "--workers", 1)
+    whole = forge.run(*argv, sync=True)["moments"]
+    wanted = content(home / "out")
+    for path in sorted((home / "out").rglob("*")):
+        path.unlink()
+    (home / "out").rmdir()
+    forge.run(*argv, sync=True, at=whole * 3 // 4)
     return home / ".out.partial/model.safetensors", wanted
 
 
@@ -278,15 +277,14 @@ def test_a_flipped_bit_in_what_is_kept_is_never_published(stopped, home):
     assert content(home / "out") == wanted
 
 
-def test_new_padding_rows_that_were_altered_are_noticed_on_resume(home):
+def test_new_padding_rows_that_were_altered_are_noticed_on_resume(forge, home):
     """A4: nothing is copied there, so comparing with the source does not look at them."""
     argv = ("reshard", "hf", "--tp", 2, "--make-vocab-size-divisible-by", 32)
     argv += ("--output", "out", "--workers", 1)
-    with Forge() as forge:
-        whole = forge.run(*argv, sync=True)["moments"]
-        wanted = content(home / "out")
-        shutil.rmtree(home / "out")
-        forge.run(*argv, sync=True, at=whole * 3 // 4)
+    whole = forge.run(*argv, sync=True)["moments"]
+    wanted = content(home / "out")
+    shutil.rmtree(home / "out")
+    forge.run(*argv, sync=True, at=whole * 3 // 4)
     file = home / ".out.partial/model_tp_1_pp_0.safetensors"
     table = json.loads(file.read_bytes()[8:][: int.from_bytes(file.read_bytes()[:8], "little")])
     _, stop = table["embedding.word_embeddings.weight"]["data_offsets"]

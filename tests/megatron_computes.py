@@ -6,14 +6,12 @@ Nothing that reads or writes checkpoints in that process is ours (megatron_loads
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import warm
 
 from shardwright.ckpt import reshard
 
@@ -57,15 +55,11 @@ class Computed:
     def differing(self) -> list[str]:
         """What megatron-core computes otherwise than transformers, by more than rounding."""
         (self.folder / "jobs.json").write_text(json.dumps(self.jobs))
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(Path(__file__).parent / "megatron_loads.py"),
-             str(self.folder / "jobs.json"), str(self.folder)],
-            capture_output=True, text=True, check=False,
-            env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        log, jobs = self.folder / "log", self.folder / "jobs.json"
+        code = warm.call("megatron_loads:main", str(jobs), str(self.folder), log=log)
         said = [path.read_text() for path in self.folder.glob("loaded */rank_*.txt")]
         assert said == []
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert code == 0, log.read_text()[-3000:]
         return [text for job in self.jobs if (text := self._difference(job))]
 
     def _difference(self, job: dict[str, Any]) -> str:

@@ -1,11 +1,9 @@
 """Lets megatron-core itself load checkpoints, and says what it got.
 
-    megatron_loads.py JOBS.json OUTPUT
-
-Each job names a checkpoint, a layout and an optimizer. The ranks of a layout are forks of this
-process, so that megatron-core is imported once for all of them. Every rank writes the weights, the
-optimizer's own ``state_dict`` and the logits of the job's tokens to OUTPUT/JOB/rank_R.pt, or what
-went wrong to OUTPUT/JOB/rank_R.txt. Nothing that reads or writes checkpoints here is ours.
+``main`` is called in a fork of the process of warm.py. Each job names a checkpoint, a layout and an
+optimizer; the ranks of a layout are forks again. Every rank writes the weights, the optimizer's own
+``state_dict`` and the logits of the job's tokens to OUTPUT/JOB/rank_R.pt, or what went wrong to
+OUTPUT/JOB/rank_R.txt. Nothing that reads or writes checkpoints here is ours.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -25,8 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from shardwright.train.patches import cpu
+import warm
 
 Job = Mapping[str, Any]
 
@@ -330,7 +326,7 @@ def rank_main(rank: int, world: int, jobs: Sequence[Job], output: Path) -> None:
 
 
 def main(jobs_file: str, output: str) -> None:
-    cpu.install()
+    """All jobs of a file."""
     import megatron.core.dist_checkpointing
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401  all before the forks
@@ -349,6 +345,7 @@ def main(jobs_file: str, output: str) -> None:
             child = os.fork()
             if child == 0:
                 try:
+                    warm.watch_for_a_hang()
                     if of_world[0]["fused_adam"]:
                         use_fused_adam()
                     rank_main(rank, size, of_world, Path(output))
@@ -369,7 +366,3 @@ def wait_for(ranks: list[int]) -> None:
         if status != 0:
             for other in left:
                 os.kill(other, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

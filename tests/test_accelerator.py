@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import train_runs
+import warm
 from accelerator_jobs import (
     EOS,
     HOOKS,
@@ -825,22 +827,25 @@ accelerator.end_training()
 """
 
 
-def test_train_ckpt_goes_on_from_a_scripts_checkpoint(tmp_path: Path) -> None:
+def test_train_ckpt_goes_on_from_a_scripts_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights, moments and step; a script's loaders have no place in the command's data."""
     make_model("llama", vocab_size=259).save_pretrained(tmp_path / "hf")
-    script = [sys.executable, "-c", SMALL_SCRIPT, str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    log = tmp_path / "log"
+    code = warm.call("warm:script", SMALL_SCRIPT, str(tmp_path), log=log)
+    assert code == 0, log.read_text()[-3000:]
     (tmp_path / "data.txt").write_text("one and two are three; " * 40)
-    command = [
-        sys.executable, "-m", "shardwright.tools.train_ckpt", "--model", str(tmp_path / "saved"),
-        "--data", str(tmp_path / "data.txt"), "--save-dir", str(tmp_path / "run"), "--resume",
-        str(tmp_path / "saved"), "--pp", "2", "--seq-length", str(LENGTH), "--steps", "3",
-        "--micro-batch-size", "1", "--global-batch-size", "2",
+    argv = [
+        "--model", str(tmp_path / "saved"), "--data", str(tmp_path / "data.txt"), "--save-dir",
+        str(tmp_path / "run"), "--resume", str(tmp_path / "saved"), "--pp", "2", "--seq-length",
+        str(LENGTH), "--steps", "3", "--micro-batch-size", "1", "--global-batch-size", "2",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout + done.stderr
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    jobs = [(2, "train_command", {"argv": argv})]
+    (ended,) = train_runs.in_ranks(tmp_path / "ranks", jobs)
+    said = "".join(rank["said"] for rank in ended)
+    assert [rank["code"] for rank in ended] == [0, 0], said[-3000:]
     assert "counts the rows of a script's loaders; samples start from the first" in said
     assert "at step 2" in said
     assert (tmp_path / "run" / "checkpoint-3").is_dir()

@@ -9,9 +9,6 @@ of the same training run. Both sides are read by torch.load alone.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from independent import (
     GOLDEN_CONFIGS,
     Tensors,
@@ -266,14 +264,9 @@ def loaded(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
             "tokens": str(golden / "forward" / f"{case.logits}.pt") if case.logits else None,
         })  # fmt: skip
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).parent / "megatron_loads.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder / "jobs.json"), str(folder)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    log = folder / "log"
+    code = warm.call("megatron_loads:main", str(folder / "jobs.json"), str(folder), log=log)
+    assert code == 0, log.read_text()[-4000:]
     return Loaded(folder)
 
 

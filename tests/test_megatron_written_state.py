@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from independent import stored
 from test_megatron import CONFIG, _args, _llama, _save
 from test_megatron_dist import DPRESHARD, _copy, _edit
@@ -46,8 +44,6 @@ FORMS: dict[str, dict[str, object]] = {
 # Loads every file's loss scale into megatron-core's own scaler and says what it then has.
 LOADS = """
 import json, sys
-from shardwright.train.patches import cpu
-cpu.install()
 import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 found = []
@@ -111,12 +107,10 @@ def test_megatron_core_loads_the_loss_scale_of_every_form(tmp_path: Path) -> Non
     reshard(tmp_path / "shards", tmp_path / "again", to="megatron", tp=1, pp=1)
     paths += _stored(tmp_path / "again")
     assert len(paths) == 4 + 2 + 1 + 1 + 1
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOADS, *map(str, paths)],
-        capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [SCALE] * len(paths)
+    log = tmp_path / "log"
+    code = warm.call("warm:script", LOADS, *map(str, paths), log=log)
+    assert code == 0, log.read_text()[-4000:]
+    assert json.loads(log.read_text().splitlines()[-1]) == [SCALE] * len(paths)
 
 
 @pytest.mark.parametrize("form", FORMS)

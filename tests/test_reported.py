@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import io
 import json
-import os
 import pickle
 import re
 import shutil
@@ -1374,26 +1373,26 @@ def test_a_window_without_end_is_none(window) -> None:
 
 
 def test_masters_that_are_shifted_are_no_masters_of_a_run_without_the_optimizer(
-    golden: Path, tmp_path: Path
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = copy_of_dist(golden, tmp_path)
     replaced(root, SHIFTED, lambda x: x.flatten().roll(1).view(x.shape))
     (tmp_path / "data.txt").write_text("one and two are three; " * 40)
-    command = [
-        sys.executable, "-m", "shardwright.tools.train_ckpt", "--resume", str(root), "--data",
-        str(tmp_path / "data.txt"), "--seq-length", "16", "--steps", "4", "--precision", "bf16",
-        "--micro-batch-size", "1", "--global-batch-size", "1", "--lr", "1e-3",
+    argv = [
+        "--resume", str(root), "--data", str(tmp_path / "data.txt"), "--seq-length", "16",
+        "--steps", "4", "--precision", "bf16", "--micro-batch-size", "1", "--global-batch-size",
+        "1", "--lr", "1e-3",
     ]  # fmt: skip
-    said = []
-    for more in ({}, {"MEGATRON_LM_NO_LOAD_OPTIM": "true"}):
-        done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True)
-        said.append((done.returncode, done.stderr + done.stdout))
-    (refused, why), (done_well, how) = said
-    assert refused == 1
-    assert "shifted against the weights" in why
-    assert "MEGATRON_LM_NO_LOAD_OPTIM=true" in why
-    assert done_well == 0, how[-2000:]
-    assert "fp32 master weights initialised from the model" in how
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    jobs = [(1, "train_command", {"argv": argv})]
+    ((refused,),) = in_ranks(tmp_path / "with", jobs)
+    monkeypatch.setenv("MEGATRON_LM_NO_LOAD_OPTIM", "true")
+    ((done_well,),) = in_ranks(tmp_path / "without", jobs)
+    assert refused["code"] == 1
+    assert "shifted against the weights" in refused["said"]
+    assert "MEGATRON_LM_NO_LOAD_OPTIM=true" in refused["said"]
+    assert done_well["code"] == 0, done_well["said"][-2000:]
+    assert "fp32 master weights initialised from the model" in done_well["said"]
 
 
 LLAMA_ARGS = {

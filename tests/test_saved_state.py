@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from golden.make import COMMAND, CONFIG, HERE, TEXT, digests
+from train_helpers import launch
 from train_runs import in_ranks
 
 from shardwright.ckpt import merge, reshard, verify
@@ -60,12 +59,8 @@ def test_train_ckpt_goes_on_from_an_old_checkpoint_with_the_losses_of_its_time(t
 
 
 def test_a_script_goes_on_from_an_old_checkpoint_with_the_losses_of_its_time(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(HERE / "make.py"), str(tmp_path), str(HERE / "accelerator/checkpoint-2")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    source = str(HERE / "accelerator/checkpoint-2")
+    launch("golden.make:script", 2, tmp_path / "ranks", str(tmp_path), source)
     losses = json.loads((tmp_path / "losses").read_text())
     assert losses == pytest.approx(_expected("accelerator")["losses"][2:], rel=1e-6)
 

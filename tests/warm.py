@@ -26,6 +26,7 @@ MODULES = (
     "accelerate.commands.config",
     "accelerate.utils.megatron_lm",
     "matplotlib.figure",
+    "megatron.core.dist_checkpointing",
     "megatron.core.transformer.attention",
     "pytest",
     "shardwright.ckpt.convert",
@@ -54,6 +55,12 @@ def call(target: str, *args: object, log: Path, env: Mapping[str, str] | None = 
         "env": {**os.environ, **(env or {})},
     }  # fmt: skip
     return _the_process().ask(question)
+
+
+def script(text: str, *argv: str) -> None:
+    """In the fork: run a script as ``python -c`` does."""
+    sys.argv = ["-c", *argv]
+    exec(compile(text, "-c", "exec"), {"__name__": "__main__"})
 
 
 def watch_for_a_hang() -> None:

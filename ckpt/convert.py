@@ -243,7 +243,7 @@ def _job(
         drop=by_category(dict.fromkeys(STATES, lost) if writer.WEIGHTS_ONLY else {}),
         sides=partial(writer.sides, request),
         identity={"to": repr(options), "read": repr(read)},
-        notes=_notes(options),
+        notes=_notes(options, metas),
     )
 
 
@@ -280,10 +280,18 @@ def _whole_files(where: Path, options: ReshardOptions) -> WholeFiles:
     return WholeFiles(safe, options.max_shard_bytes, where.name if single else "")
 
 
-def _notes(options: ReshardOptions) -> tuple[str, ...]:
+def _notes(options: ReshardOptions, metas: Mapping[str, TensorMeta]) -> tuple[str, ...]:
+    notes = []
     if options.weights_only and options.to != HF:
-        return ("optimizer and training state left out (--weights-only)",)
-    return ()
+        notes.append("optimizer and training state left out (--weights-only)")
+    other = [f for f, m in metas.items() if category_of(f) == "" and m.dtype not in CASTABLE]
+    if options.dtype is not None and other:
+        kinds = ", ".join(sorted({metas[fqn].dtype for fqn in other}))
+        notes.append(
+            f"--dtype {options.dtype}: {len(other)} of the weights stay as they are ({kinds}), "
+            f"first {other[0]}"
+        )
+    return tuple(notes)
 
 
 def _check_applies(options: ReshardOptions) -> None:

@@ -393,3 +393,32 @@ def test_what_shards_keep_of_args_is_checked_and_named_by_its_file(tmp_path: Pat
         file.write_text(json.dumps({**table, "megatron": {**table["megatron"], "args": args}}))
         with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: {text}"):
             reshard(made, tmp_path / "out", to="megatron", tp=1)
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+@pytest.mark.parametrize("given", ["save folder", "iteration"])
+@pytest.mark.parametrize("place", ["save folder", "iteration"])
+def test_config_and_tokenizer_are_found_beside_an_iteration_and_in_it(
+    place: str, given: str, to: str, tmp_path: Path
+) -> None:
+    """Padded rows were kept where the other folder had the config; tokenizers were lost."""
+    made = reshard(_with(tmp_path / "in"), tmp_path / "made", to=to, tp=1, pp=1).output
+    (made / "config.json").unlink()
+    folders = {"save folder": made, "iteration": next(made.glob("iter_*"))}
+    _hf(folders[place] / "huggingface", vocab_size=30)
+    (folders[place] / "tokenizer").mkdir()
+    (folders[place] / "tokenizer" / "tokenizer.json").write_text("{}")
+    merge(folders[given], tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 30
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "out" / "metadata.json").exists()
+
+
+def test_what_dtype_leaves_as_it_is_is_said(tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int8)}, tmp_path / "x.safetensors"
+    )
+    report = merge(tmp_path / "x.safetensors", tmp_path / "y.safetensors", dtype="bf16")
+    assert "--dtype bf16: 1 of the weights stay as they are (I8), first b" in report.notes
+    report = merge(tmp_path / "x.safetensors", tmp_path / "z.safetensors")
+    assert not [note for note in report.notes if "stay as they are" in note]

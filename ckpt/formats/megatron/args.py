@@ -8,7 +8,7 @@ which are refused, and which change nothing. args_out.py writes args.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...checkpoint.config import MAX_LAYERS, find_config, load_model, model_from
 from ...checkpoint.function import Settings, contradictions, settings
@@ -36,11 +36,12 @@ def model_from_args(
     origin: str,
     options: ReadOptions,
     padded_vocab: int,
-    folder: StoragePath,
+    homes: Sequence[StoragePath],
 ) -> tuple[Model, dict[str, object] | None, list[str]]:
     """The model, the config.json made from args (None if another one is used), and notes.
 
-    ``padded_vocab`` are the rows in the files; args do not say how many of them are real.
+    ``padded_vocab`` are the rows in the files; args do not say how many of them are real. A
+    config.json is looked for in ``homes``.
     """
     if not args and options.config is None:
         raise CheckpointError(
@@ -48,9 +49,11 @@ def model_from_args(
             "config with --config"
         )
     notes = _say_unknown(args)
-    path = find_config(folder, options)
-    if path is None and (folder / HUGGINGFACE / "config.json").is_file():
-        path = folder / HUGGINGFACE / "config.json"
+    own = (find_config(home, options) for home in homes)
+    path = next((config for config in own if config is not None), None)
+    inner = [home / HUGGINGFACE / "config.json" for home in homes]
+    if path is None and (there := [config for config in inner if config.is_file()]):
+        path = there[0]
         notes.append(f"the model and its vocabulary are those of {HUGGINGFACE}/config.json")
     if path is not None:
         model = load_model(path, options.vocab_size)

@@ -24,6 +24,7 @@ from .. import args_codec, known_args, run_state
 from .. import names as megatron_names
 
 HUGGINGFACE = "huggingface"  # where some frameworks keep config and tokenizer
+TOKENIZER = "tokenizer"  # where others keep the tokenizer
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 ITERATION = re.compile(r"iter_\d{7,}|release")
@@ -395,8 +396,28 @@ def forget(result: Checkpoint, unneeded: Iterable[StoragePath]) -> None:
     }
 
 
-def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
+def homes(path: StoragePath, folder: StoragePath) -> tuple[StoragePath, ...]:
+    """The folders that may hold config and tokenizer, the one that the user gave first.
+
+    A save folder's own files count for its iterations, and an iteration may bring its own.
+    """
+    if path != folder:
+        return path, folder
+    return (path, path.parent) if (path.parent / TRACKER).is_file() else (path,)
+
+
+def beside(path: StoragePath, folder: StoragePath) -> tuple[list[SideFile], list[str]]:
     """Files that are copied with the weights (config, tokenizer), and notes on others."""
+    sides: dict[str, SideFile] = {}
+    notes: list[str] = []
+    for home in homes(path, folder):
+        found = _sides_of(home, notes if home == path else [])
+        sides = {side.name: side for side in found} | sides
+    return list(sides.values()), notes
+
+
+def _sides_of(path: StoragePath, notes: list[str]) -> list[SideFile]:
+    """Those of one folder; a file of its own counts more than one of a folder in it."""
     sides, accelerate, rest = [], [], []
     found: list[SideFile] = []  # in a folder of their own
     own = {TRACKER, CHECKSUMS, "progress.txt", *FILES, FLAT}
@@ -408,12 +429,11 @@ def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
             accelerate.append(name)
         elif child.is_file() and _BESIDE.fullmatch(name):
             sides.append(name)
-        elif name == HUGGINGFACE:
+        elif name in (HUGGINGFACE, TOKENIZER) and child.is_dir():
             inside = [c for c in sorted(child.iterdir()) if c.is_file()]
             found += [SideFile(c.name, str(c)) for c in inside if _BESIDE.fullmatch(c.name)]
         else:
             rest.append(name)
-    notes = []
     if accelerate:
         notes.append(
             f"not copied: {_listed(accelerate)} (Accelerate's states of one run's processes)"
@@ -421,7 +441,7 @@ def beside(path: StoragePath) -> tuple[list[SideFile], list[str]]:
     if rest:
         notes.append(f"not copied: {_listed(rest)}")
     found = [side for side in found if side.name not in sides]
-    return [SideFile(name, str(path / name)) for name in sides] + found, notes
+    return [SideFile(name, str(path / name)) for name in sides] + found
 
 
 def _listed(names: list[str]) -> str:

@@ -76,7 +76,7 @@ class _Reader:
         self.stages, self.numbers = self._stages()
         self.padded = self._padded_vocab()
         self.model, self.config, notes = megatron_args.model_from_args(
-            self.args, self.first.file, options, self.padded, path
+            self.args, self.first.file, options, self.padded, megatron_files.homes(path, folder)
         )
         held = (name for r in ranks.values() for chunk in r.chunks for name, _ in chunk)
         self.model = with_tensors(self.model, held, stored=True)
@@ -181,7 +181,7 @@ class _Reader:
             megatron_files.forget(result, [rank.folder / FLAT for rank in self.ranks.values()])
         elif result.has_optimizer:
             result.frozen = frozenset()  # groups number every parameter of the model
-        sides, notes = megatron_files.beside(self.path)
+        sides, notes = megatron_files.beside(self.path, self.folder)
         result.notes += notes
         if self.config is not None:
             sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))

@@ -102,7 +102,7 @@ class _Reader:
         megatron_args.check_precision(self.args, self.common.path, options)
         self.padded = self._padded_vocab()
         self.model, self.config, notes = megatron_args.model_from_args(
-            self.args, self.common.path, options, self.padded, path
+            self.args, self.common.path, options, self.padded, megatron_files.homes(path, folder)
         )
         held = (_row(self._parts(name)[1], 0) for name in self.listing.tensors)
         self.model = with_tensors(self.model, held, stored=True)
@@ -187,10 +187,10 @@ class _Reader:
         if not with_optimizer:
             unneeded = {b.place for t in self.listing.tensors.values() for b in t.blobs}
             megatron_files.forget(result, unneeded - {blob.place for blob in blobs})
-        sides, notes = megatron_files.beside(self.path)
+        sides, notes = megatron_files.beside(self.path, self.folder)
         result.notes += notes
-        own = {DESCRIBES, "transformer_config.json"} if self.path == self.folder else set()
-        sides = [s for s in sides if s.name not in own]
+        own = {str(self.folder / name) for name in (DESCRIBES, "transformer_config.json")}
+        sides = [s for s in sides if s.source not in own]
         if self.config is not None:
             sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))
         result.manifest = self.builder.manifest(state, tuple(sides))

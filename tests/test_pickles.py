@@ -15,6 +15,7 @@ import time
 import types
 import zipfile
 
+import bounded
 import numpy as np
 import pytest
 import torch
@@ -537,9 +538,19 @@ def test_a_memo_index_costs_no_memory():
     assert load(b"Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.") is None
 
 
-def test_the_number_of_opcodes_is_bounded(monkeypatch):
-    monkeypatch.setattr("shardwright.ckpt.containers.pickles.MAX_OPCODES", 100)
-    refused(b"N0" * 50 + b"N.", "opcodes")
+@pytest.mark.parametrize("code", [b"\x8f", b"(\x91", b"\x94"], ids=["sets", "frozen", "memo"])
+def test_opcodes_that_make_more_than_their_bytes_are_counted_before_any_runs(code):
+    """At 16 million opcodes it stopped, with 4 GB of empty sets."""
+    data = b"\x80\x04N" + code * (8 << 20) + b"."
+    with bounded.measured() as cost:
+        refused(data, "makes far more of them")
+    assert cost.peak_bytes < 4 * len(data)
+    load(b"\x80\x04" + b"\x8f0" * 10_000 + b"N.")
+
+
+def test_there_is_no_other_limit_to_the_number_of_opcodes():
+    """A checkpoint with 2^24 of them was refused, whatever its size."""
+    assert load(b"N0" * (1 << 19) + b"N.") is None
 
 
 SAMPLE = pickle.dumps(

@@ -16,6 +16,10 @@ from ..errors import CheckpointError
 MAX_JSON_PARTS = 1 << 22  # values of a JSON text; more than 300,000 tensors have
 PARTS_PER_BYTE = 4  # of a pickle: one byte can refer to an earlier value
 FREE_PARTS = 10_000  # that any pickle may have
+BYTES_PER_BYTE = 96  # memory for each byte of a pickle, while it is decoded
+FREE_BYTES = 64 << 20  # memory that any pickle may take
+# opcodes that make more than 64 bytes each: EMPTY_SET and FROZENSET, MEMOIZE -> bytes above that
+_LARGE = {b"\x8f": 160, b"\x91": 160, b"\x94": 80}
 UNIT_BYTES = 16  # a text or number is one part, plus one for each of these
 
 
@@ -30,6 +34,22 @@ def check_json(raw: bytes, path: str) -> None:
         raise CheckpointError(
             f"{path}: JSON of about {parts} values; at most {MAX_JSON_PARTS} are read. Split the "
             "checkpoint into more files"
+        )
+
+
+def check_opcodes(data: bytes, start: int, path: str) -> None:
+    """Refuse a pickle whose opcodes make far more than its bytes: at most `BYTES_PER_BYTE` for each
+    and `FREE_BYTES` in all.
+
+    Nearly every opcode makes less than half of that. Counted are those that make more, wherever
+    their bytes occur, so the true number is smaller.
+    """
+    size = len(data) - start
+    large = sum(extra * data.count(code, start) for code, extra in _LARGE.items())
+    if large > FREE_BYTES + BYTES_PER_BYTE // 3 * size:
+        raise CheckpointError(
+            f"{path}: a pickle of {size} bytes that makes far more of them; nothing that saves a "
+            "checkpoint writes it so"
         )
 
 

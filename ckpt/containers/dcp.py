@@ -189,7 +189,7 @@ def listing(folder: StoragePath) -> Listing:
     may be nothing that is needed.
     """
     file = folder / METADATA
-    root = pickles.decode(file.read_bytes(), str(file))
+    root = pickles.decode(_whole(file), str(file))
     if not isinstance(root, Stub) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{file}: is not a Metadata of torch.distributed.checkpoint")
     table = _dict(file, root.state, "Metadata")
@@ -206,6 +206,18 @@ def listing(folder: StoragePath) -> Listing:
             continue
         found.tensors[name] = _stored(file, name, meta, places)
     return found
+
+
+def _whole(file: StoragePath) -> bytes:
+    """``.metadata``, of any size: it names each tensor of each rank, and holds every rank's plan.
+
+    The ends are looked at first, since a file of zeros can be any size and take no room.
+    """
+    with file.opened() as opened:
+        size = opened.size
+        if opened.read(0, 1) != b"\x80" or opened.read(size - 1, 1) != b".":
+            raise CheckpointError(f"{file}: {size} bytes that are no pickle")
+        return opened.read(0, size)
 
 
 _Places = dict[tuple[str, tuple[int, ...] | None], tuple[StoragePath, int, int]]

@@ -6,11 +6,12 @@ a view of a storage (``TensorRef``). The input can make it import, call or look 
 global outside the lists below is an error.
 
 Memory is bounded by the input: an opcode takes at least one byte of it and makes at most one
-object, there are at most MAX_OPCODES of them, each length is checked against the bytes left,
-and a handler that copies values, which the pickle can repeat, pays from a budget of one element per
-input byte. Values may be nested to any depth, so nothing here walks, hashes, compares or prints one
-without a limit. The result is measured before it is returned (budget.py): written out, with shared
-parts counted each time, it has at most a few parts per input byte.
+object, opcodes that make large ones are counted first (budget.check_opcodes), each length is
+checked against the bytes left, and a handler that copies values, which the pickle can repeat, pays
+from a budget of one element per input byte. Values may be nested to any depth, so nothing here
+walks, hashes, compares or prints one without a limit. The result is measured before it is returned
+(budget.py): written out, with shared parts counted each time, it has at most a few parts per input
+byte.
 
 Leaves to torch_zip.py: whether a storage exists, and whether a view lies inside it.
 """
@@ -29,9 +30,8 @@ from typing import NoReturn
 from ..errors import CheckpointError
 from ..model.box import row_major
 from ..model.dtypes import FROM_TORCH, ITEMSIZE
-from .budget import check_parts
+from .budget import check_opcodes, check_parts
 
-MAX_OPCODES = 1 << 24  # 40 opcodes per tensor: 400,000 tensors; at worst 4 GB, all empty sets
 MAX_MARKS = 2_000  # open containers; CPython's pickler itself stops near 1,000
 MAX_LONG_BYTES = 1_024  # the longest integers in real files are 128-bit random states
 MAX_KEY_PARTS = 64  # leaves and tuples of one dict key: hashing a shared nest is exponential
@@ -144,6 +144,7 @@ class InputEnds(CheckpointError):
 
 
 def _run(vm: _Machine) -> object:
+    check_opcodes(vm.data, vm.pos, vm.path)
     try:
         return vm.run()
     except CheckpointError:
@@ -320,7 +321,7 @@ class _Machine:
 
     def run(self) -> object:
         data, ops = self.data, _OPS
-        for _ in range(MAX_OPCODES):
+        while True:
             code = data[self.pos]
             self.pos += 1
             op = ops[code]
@@ -330,8 +331,6 @@ class _Machine:
                 break
             else:
                 self.fail(f"opcode {bytes([code])!r} is not one that checkpoints use")
-        else:
-            self.fail(f"more than {MAX_OPCODES} opcodes; split the file")
         return self.result()
 
     def result(self) -> object:
@@ -385,7 +384,7 @@ class _Machine:
     def spend(self, count: int) -> None:
         """Pay for a copy of ``count`` elements of a value that the pickle can name again."""
         self.spent += count
-        if self.spent > min(len(self.data), MAX_OPCODES):
+        if self.spent > len(self.data):
             self.fail("the pickle copies the same values over and over")
 
     def name(self, module: str, name: str) -> Global | Stub:

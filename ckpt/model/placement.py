@@ -24,6 +24,7 @@ MAX_ROUNDS = 1 << 16  # of one packing; a config may claim any number of heads
 FEW_PIECES = 1 << 17  # this many are always allowed
 PIECE_ELEMENTS = 64  # above that, a piece must have this many elements on average
 MAX_PIECES = 1 << 22
+PIECE_BYTES = 4096  # as many bytes of a source allow one piece more; a chunk takes half of that
 TRIED_SIZES = 256  # of an axis that does not fit: which ones would
 _REPACK = (
     "rows of query, key and value alternate (qkv=per_row, as Megatron-LM of checkpoint_version 1 "
@@ -136,15 +137,17 @@ def place(
     mesh: Mesh,
     layout: Mapping[str, str],
     layers: Layers | None = None,
+    nbytes: int = 0,
 ) -> dict[Coord, list[Placed]]:
     """Every rank's stored tensors, in row order. CheckpointError lists every row that does not
     divide.
 
     ``layout`` maps a rule's group tag to the size symbol that gives its rounds, ``layers`` gives
-    the layers of rows that not all have. Ranks that hold the same part of a rule share one result.
+    the layers of rows that not all have, ``nbytes`` are the bytes of the files that hold them, or
+    0 where none do yet. Ranks that hold the same part of a rule share one result.
     """
     scope = {**sizes, **dict(mesh.axes)}
-    faults = _faults(rules, scope, mesh, layout) or _too_many(rules, scope, mesh, layout)
+    faults = _faults(rules, scope, mesh, layout) or _too_many(rules, scope, mesh, layout, nbytes)
     if faults:
         hint = _way_on(rules, scope, mesh, layout)
         raise_all(faults, "this layout is not possible", hint=hint)
@@ -238,20 +241,23 @@ def _names(
 
 
 def _too_many(
-    rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str]
+    rules: Sequence[Rule], scope: Sizes, mesh: Mesh, layout: Mapping[str, str], nbytes: int
 ) -> list[str]:
-    """Count pieces before they are made: a config may claim any number of layers and heads."""
+    """Count pieces before they are made: a config may claim any number of layers and heads, unless
+    the files have ``nbytes`` for it.
+    """
     counts = [_count(rule, scope, mesh, layout) for rule in rules]
     pieces, elements = (sum(column) for column in zip(*counts, strict=True))
-    if pieces <= min(MAX_PIECES, max(FEW_PIECES, elements // PIECE_ELEMENTS)):
+    most_pieces = min(MAX_PIECES, max(FEW_PIECES, elements // PIECE_ELEMENTS))
+    if pieces <= max(most_pieces, nbytes // PIECE_BYTES):
         return []
     most = max(range(len(rules)), key=lambda i: counts[i][0])
     by_row = layout.get("qkv") == PACKINGS["qkv"]["per_row"]
     return [
         f"{rules[most].name}: its packing cuts it into {counts[most][0]} of the model's {pieces} "
         f"pieces, which hold {elements} elements; the limit is {MAX_PIECES}, and above "
-        f"{FEW_PIECES} they must hold {PIECE_ELEMENTS} elements each; "
-        + (_REPACK if by_row else "is the config of this model?")
+        f"{FEW_PIECES} they must hold {PIECE_ELEMENTS} elements each, or files {PIECE_BYTES} bytes "
+        "for each; " + (_REPACK if by_row else "is the config of this model?")
     ]
 
 
@@ -484,8 +490,12 @@ class Placement:
         layout: Mapping[str, str],
         padded: int,
         variant: frozenset[str] = frozenset({WHOLE_DOWN}),
+        *,
+        nbytes: int = 0,
     ) -> Placement:
-        """``layout`` has a value for each of the family's tags, ``padded`` is as the field.
+        """``layout`` has a value for each of the family's tags, ``padded`` is as the field,
+        ``nbytes`` the size of a source's files.
+
 
         ``variant`` are the flags of what a format cuts in another way. CheckpointError for a mesh
         that is not possible, with every row that does not divide.
@@ -496,7 +506,7 @@ class Placement:
         placed: dict[Coord, list[Placed]] = {}
         for one, name in mesh.parts():
             chosen = [rule for rule in rules if rule.mesh == name]
-            placed |= place(chosen, sizes, one, rounds(layout), model.layers_of)
+            placed |= place(chosen, sizes, one, rounds(layout), model.layers_of, nbytes)
         shapes = logical_shapes(rules, sizes, model.layers_of)
         return cls(model, mesh, rules, padded, shapes, placed)
 

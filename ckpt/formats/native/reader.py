@@ -318,7 +318,10 @@ class _Reader:
         self.indices, self.options = indices, options
         self.native = bool(header.table)
         try:
-            self.here = Placement.of(model, header.mesh, header.layout, self._padded_vocab())
+            nbytes = sum(index.size_bytes for index in indices.values())
+            self.here = Placement.of(
+                model, header.mesh, header.layout, self._padded_vocab(), nbytes=nbytes
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
         self.builder = ChunkBuilder(self.here)

@@ -134,7 +134,8 @@ class _Reader:
         self.layout = check_layout(self._packing(), model.family, str(self.path))
         mesh = build_mesh(model, (("tp", self.tp), ("pp", self.pp)), self.stages)
         try:
-            return Placement.of(model, mesh, self.layout, padded)
+            nbytes = sum(rank.index.size_bytes for rank in self.ranks.values())
+            return Placement.of(model, mesh, self.layout, padded, nbytes=nbytes)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 

@@ -114,7 +114,9 @@ class _Reader:
         one = build_mesh(self.model, (("tp", 1), ("pp", 1)))
         layout = {**default_layout(self.model.family), "glu": "flat", **options.layout}
         self.layout = check_layout(layout, self.model.family, str(path))
-        here = Placement.of(self.model, one, self.layout, self.padded)
+        here = Placement.of(
+            self.model, one, self.layout, self.padded, nbytes=sum(self.listing.files.values())
+        )
         (rows,) = here.placed.values()
         self.rows: dict[str, Placed] = {p.name: p for p in rows}
         self.builder = ChunkBuilder(here)

@@ -18,8 +18,8 @@ PARTS_PER_BYTE = 4  # of a pickle: one byte can refer to an earlier value
 FREE_PARTS = 10_000  # that any pickle may have
 BYTES_PER_BYTE = 96  # memory for each byte of a pickle, while it is decoded
 FREE_BYTES = 64 << 20  # memory that any pickle may take
-# opcodes that make more than 64 bytes each: EMPTY_SET and FROZENSET, MEMOIZE -> bytes above that
-_LARGE = {b"\x8f": 160, b"\x91": 160, b"\x94": 80}
+# opcodes that make more than 64 bytes each: EMPTY_SET and FROZENSET -> bytes above that
+_LARGE = {b"\x8f": 160, b"\x91": 160}
 UNIT_BYTES = 16  # a text or number is one part, plus one for each of these
 
 

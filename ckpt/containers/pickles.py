@@ -22,7 +22,7 @@ import math
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NoReturn
@@ -69,7 +69,13 @@ class Stub:
     name: str
     args: tuple[object, ...] = ()  # of the call, or of __new__
     state: object = None  # what BUILD gave; a dict for most classes
-    items: list[object] = field(default_factory=list)  # appended, or set as (key, value)
+    items: tuple[object, ...] | list[object] = ()  # appended, or set as (key, value)
+
+    def extend(self, items: Iterable[object]) -> None:
+        """Append to ``items``; most objects have none, and there may be millions of them."""
+        if not isinstance(self.items, list):
+            self.items = list(self.items)
+        self.items.extend(items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +317,8 @@ class _Machine:
     pos: int = 0
     stack: list[object] = field(default_factory=list)  # since the innermost mark
     marks: list[list[object]] = field(default_factory=list)  # the stacks below each mark
-    memo: dict[int, object] = field(default_factory=dict)
+    memo: list[object] = field(default_factory=list)  # by index: pickles number from 0 on
+    apart: dict[int, object] = field(default_factory=dict)  # those with a number out of turn
     spent: int = 0  # elements copied by handlers
     tuple_keys: int = 0
     foreign: bool = False  # let in classes of unknown libraries, as stubs
@@ -369,6 +376,18 @@ class _Machine:
 
     def push(self, value: object) -> None:
         self.stack.append(value)
+
+    def keep(self, index: int) -> None:
+        """Put the value on top of the stack into the memo."""
+        value, memo = self.stack[-1], self.memo
+        if index == len(memo):
+            memo.append(value)
+            if self.apart:
+                self.apart.pop(index, None)
+        elif index < len(memo):
+            memo[index] = value
+        else:
+            self.apart[index] = value
 
     def mark(self) -> None:
         if len(self.marks) >= MAX_MARKS:
@@ -439,17 +458,15 @@ class _Machine:
                 self.check_key(key)
             table[key] = value
         elif type(table) is Stub:
-            table.items.append((key, value))
+            table.extend([(key, value)])
         else:
             self.fail(f"sets an item of {short(table)}")
 
     def extend(self, items: list[object]) -> None:
         """Append to the value on top of the stack."""
         target = self.stack[-1]
-        if type(target) is list:
+        if type(target) is list or type(target) is Stub:
             target.extend(items)
-        elif type(target) is Stub:
-            target.items.extend(items)
         else:
             self.fail(f"appends to {short(target)}")
 
@@ -691,7 +708,7 @@ def _long(width: int) -> _Op:
 
 def _put(width: int) -> _Op:
     def op(vm: _Machine) -> None:
-        vm.memo[vm.uint(width)] = vm.stack[-1]
+        vm.keep(vm.uint(width))
 
     return op
 
@@ -699,15 +716,18 @@ def _put(width: int) -> _Op:
 def _get(width: int) -> _Op:
     def op(vm: _Machine) -> None:
         index = vm.uint(width)
-        if index not in vm.memo:
+        if index < len(vm.memo):
+            vm.push(vm.memo[index])
+        elif index in vm.apart:
+            vm.push(vm.apart[index])
+        else:
             vm.fail(f"memo {index} is used before it is set")
-        vm.push(vm.memo[index])
 
     return op
 
 
 def _memoize(vm: _Machine) -> None:
-    vm.memo[len(vm.memo)] = vm.stack[-1]
+    vm.keep(len(vm.memo) + len(vm.apart))
 
 
 def _tuple_of(length: int) -> _Op:

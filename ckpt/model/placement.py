@@ -496,7 +496,6 @@ class Placement:
         """``layout`` has a value for each of the family's tags, ``padded`` is as the field,
         ``nbytes`` the size of a source's files.
 
-
         ``variant`` are the flags of what a format cuts in another way. CheckpointError for a mesh
         that is not possible, with every row that does not divide.
         """

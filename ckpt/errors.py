@@ -32,6 +32,10 @@ class CheckpointError(ValueError):
         super().__init__(printable(text))
 
 
+class InUse(CheckpointError):
+    """Another run holds the lock of an output."""
+
+
 # What the base installation lacks: module -> (what it is called, the extra that brings it).
 _EXTRAS = {
     "accelerate": ("accelerate", "train"),

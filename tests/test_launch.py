@@ -157,13 +157,10 @@ def test_every_option_on_the_page_exists(capsys: pytest.CaptureFixture[str]) -> 
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
-    from shardwright.tools import options, train_config
-    from shardwright.train.config import cli as config_options
+    from shardwright.tools import train_ckpt, train_config
 
-    ours = options.parser("train-ckpt", "")
-    config_options.options(ours)
     known = {
-        "train-ckpt": ours, "train-ckpt config": train_config._parser(),
+        "train-ckpt": train_ckpt.parser(), "train-ckpt config": train_config.parser(),
         "torchrun": get_args_parser(), "accelerate launch": launch_command_parser(),
     }  # fmt: skip
     text = "\n".join(_blocks("bash")).replace("\\\n", " ")

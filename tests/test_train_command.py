@@ -104,12 +104,17 @@ def _latest(folder: Path) -> int:
     return int((folder / "latest").read_text().strip().removeprefix("checkpoint-"))
 
 
+# Under nohup there is none to close, and a run does not end with it.
+_CLOSED = signal.SIGTERM if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else signal.SIGHUP
+
+
 def _launches(place: Path) -> dict[str, Ended]:
     """What is started as a user starts it; one after the other, since two cores are few."""
     found = {}
     for name, number, resume in [
         ("ctrl-c", signal.SIGINT, None),
         ("term", signal.SIGTERM, "signals"),
+        ("closed terminal", _CLOSED, "signals"),
     ]:
         before = len(rows(place / "signals")) if resume else 0
         launch = Launch(Run("signals", options=TP2, resume=resume), place)
@@ -202,14 +207,14 @@ def _job(made: Outcome, name: str) -> list[str]:
 def test_signals_end_a_run_well_with_a_checkpoint(made):
     steps = [len(losses(made / "signals")), _latest(made / "signals")]
     assert steps[0] == steps[1] < 1000
-    for name in ("ctrl-c", "term"):
+    for name in ("ctrl-c", "term", "closed terminal"):
         ended = made.ended[name]
         assert ended.code == 0, ended.said
         assert "stopping after this step" in ended.said
-        assert "which is saved; go on with --resume" in ended.said
+        assert "which is saved; continue with --resume" in ended.said
         assert "Traceback" not in ended.said
     saved = sorted(child.name for child in (made / "signals").glob("checkpoint-*"))
-    assert len(saved) == 2
+    assert len(saved) == 3
 
 
 def test_a_run_that_signals_stopped_goes_on_to_the_bit(made):

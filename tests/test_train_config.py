@@ -867,6 +867,7 @@ LINES: dict[str, tuple[str, Any]] = {
     "--save-dir s --save-interval 4": ("saving.save_interval", 4),
     "--save-dir s --keep-last 2": ("saving.keep_last", 2),
     "--save-dir s --overwrite": ("saving.overwrite", True),
+    "--save-dir s --break-lock": ("saving.break_lock", True),
     "--timeout-minutes 30": ("launch.timeout_minutes", 30),
     "--nproc 1 --num-machines 2 --main-process-ip h": ("launch.num_machines", 2),
     "--nproc 1 --num-machines 2 --main-process-ip h --machine-rank 1": ("launch.machine_rank", 1),

@@ -1,10 +1,11 @@
 """Training data: what becomes a document, the order of samples, and who gets which."""
 
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
-import threading
 import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core", reason="the trainer needs megatron-core")
 
+from shardwright.ckpt.move.publish import OutputTransaction
 from shardwright.train.data import corpus as data_index
 from shardwright.train.data import documents as text_documents
+from shardwright.train.data import tokenise
 from shardwright.train.data import tokenizer as tokenizers
 from shardwright.train.data.corpus import open_corpus
 from shardwright.train.data.indexed import Corpus, import_megatron
@@ -159,7 +162,7 @@ def test_bytes_in_a_small_vocabulary_end_documents_with_zero(tmp_path):
 def test_bytes_are_the_same_however_text_is_read_and_cut(tmp_path, text, piece, batch, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_documents, "PIECE_CHARS", piece)
-        patch.setattr(data_index, "BATCH_CHARS", batch)
+        patch.setattr(tokenise, "BATCH_CHARS", batch)
         patch.setattr(text_documents, "BLOCK_BYTES", block)
         file = written(tmp_path / "a.txt", text)
         lines = written(tmp_path / "b.jsonl", json.dumps({"text": text}))
@@ -168,7 +171,7 @@ def test_bytes_are_the_same_however_text_is_read_and_cut(tmp_path, text, piece, 
 
 def test_a_document_beyond_the_int32_count_becomes_several_sequences(tmp_path, monkeypatch):
     monkeypatch.setattr(text_documents, "PIECE_CHARS", 4)
-    monkeypatch.setattr(data_index, "MAX_SEQUENCE", 10)
+    monkeypatch.setattr(tokenise, "MAX_SEQUENCE", 10)
     corpus = opened(tmp_path, written(tmp_path / "a.txt", "0123456789abcdef"))
     found = documents(corpus)
     assert max(map(len, found)) <= 10
@@ -233,7 +236,7 @@ def test_cut_at_line_ends_the_ids_are_those_of_the_whole(
     text = Path(__file__).read_text().replace("\n\n", "\nend\n  \n\t")
     whole = opened(tmp_path, written(tmp_path / "a.txt", text), tokenizer_dir=tokenizer_dir)
     monkeypatch.setattr(text_documents, "PIECE_CHARS", 1000)
-    monkeypatch.setattr(data_index, "BATCH_CHARS", batch)
+    monkeypatch.setattr(tokenise, "BATCH_CHARS", batch)
     cut = opened(tmp_path, tmp_path / "a.txt", tokenizer_dir=tokenizer_dir)
     assert cut.prefix != whole.prefix  # the cache does not mix them up
     assert documents(cut) == documents(whole)
@@ -280,7 +283,7 @@ def test_the_cache_is_found_by_content_wherever_the_files_lie(tmp_path, monkeypa
     built = (Path(first.prefix).parent / "data.json").stat()
     (tmp_path / "elsewhere").mkdir()
     copy = written(tmp_path / "elsewhere" / "b.md", "abc")
-    monkeypatch.setattr(data_index, "_tokenise", None)
+    monkeypatch.setattr(tokenise, "tokenise", None)
     assert opened(tmp_path, copy) == first
     assert (Path(first.prefix).parent / "data.json").stat() == built
 
@@ -352,30 +355,118 @@ def test_a_fault_leaves_no_cache(tmp_path):
 
 def test_ranks_wait_for_the_first_which_alone_builds(tmp_path, monkeypatch):
     file = written(tmp_path / "a.txt", "abc" * 1000)
-    built, real = [], data_index._tokenise
-    monkeypatch.setattr(data_index, "_tokenise", lambda *a: (built.append(1), real(*a)))
-    gate = threading.Barrier(4, timeout=300)
-
-    def rank(number):
-        return opened(tmp_path, file, rank=number, barrier=gate.wait)
-
+    built, real = [], tokenise.tokenise
+    monkeypatch.setattr(tokenise, "tokenise", lambda *a: (built.append(1), real(*a)))
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(rank, range(4)))
+        found = list(pool.map(lambda rank: opened(tmp_path, file), range(4)))
     assert len(set(found)) == 1
     assert built == [1]
 
 
 def test_bad_data_is_an_error_on_every_rank_and_nobody_waits(tmp_path):
     bad = written(tmp_path / "a.jsonl", '{"no": 1}\n')
-    gate = threading.Barrier(4, timeout=300)
 
     def rank(number):
         with pytest.raises(TrainError, match="line 1 has no key 'text'"):
-            opened(tmp_path, bad, rank=number, barrier=gate.wait)
+            opened(tmp_path, bad)
         return True
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(rank, range(4)))
+
+
+def test_a_run_waits_for_one_on_another_machine_whose_lock_it_cannot_share(tmp_path, monkeypatch):
+    file = written(tmp_path / "a.txt", "abcdef")
+    expected = opened(tmp_path, file)
+    folder = Path(expected.prefix).parent
+    shutil.rmtree(folder)
+    other = OutputTransaction(folder, is_ours=lambda _: True)
+    other.open()
+    waits = []
+
+    def other_ends(seconds):
+        waits.append(seconds)
+        other.close()
+
+    monkeypatch.setattr(data_index.time, "sleep", other_ends)
+    assert opened(tmp_path, file) == expected
+    assert waits == [data_index.WAIT_SECONDS]
+
+
+TEXTS = {
+    "a.txt": "The first line\né and 😀\nno end of the line " * 4,
+    "b.jsonl": "".join(json.dumps({"text": f"record {i}\nof two lines"}) + "\n" for i in range(9)),
+    "c.txt": "\ufeffwith a mark\nand a second line",
+}
+
+
+class Killed(BaseException):
+    """The end of a process, as far as its files are concerned."""
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_a_killed_run_is_continued_to_the_same_files(tmp_path, monkeypatch, every):
+    """Killed after each ``every`` saves again, until it comes through."""
+    files = [written(tmp_path / name, text) for name, text in TEXTS.items()]
+    monkeypatch.setattr(text_documents, "PIECE_CHARS", 7)
+    monkeypatch.setattr(text_documents, "BLOCK_BYTES", 6)
+    monkeypatch.setattr(tokenise, "BATCH_CHARS", 6)
+    monkeypatch.setattr(tokenise, "MAX_SEQUENCE", 20)
+    monkeypatch.setattr(tokenise, "SAVE_SECONDS", 0.0)
+    whole = opened(tmp_path, *files, cache_dir=tmp_path / "whole")
+    encoded, real, saves = [], tokenizers._encode_bytes, 0
+    monkeypatch.setattr(
+        tokenizers, "_encode_bytes", lambda texts: (encoded.extend(texts), real(texts))[1]
+    )
+    save = tokenise._DatasetWriter.save_if_due
+
+    def save_and_die(writer, after):
+        nonlocal saves
+        save(writer, after)
+        saves += after is not None
+        if after is not None and saves % every == 0:
+            raise Killed
+
+    monkeypatch.setattr(tokenise._DatasetWriter, "save_if_due", save_and_die)
+    for _ in range(200):
+        try:
+            found = opened(tmp_path, *files)
+        except Killed:
+            continue
+        break
+    for ending in (".bin", ".idx"):
+        assert Path(found.prefix + ending).read_bytes() == Path(whole.prefix + ending).read_bytes()
+    assert found == dataclasses.replace(whole, prefix=found.prefix)
+    assert {path.name for path in Path(found.prefix).parent.iterdir()} == {
+        "tokens.bin", "tokens.idx", "data.json",
+    }  # fmt: skip
+    assert saves >= 2 * every
+    again = sum(map(len, encoded)) - sum(len(text) for text in TEXTS.values())
+    assert again < saves * 80, "what was saved is tokenised again"
+
+
+@pytest.mark.parametrize("damage", ["progress.json", "lengths", "tokens.bin", "words"])
+def test_damaged_progress_is_not_believed(tmp_path, monkeypatch, damage):
+    file = written(tmp_path / "a.txt", TEXTS["a.txt"])
+    monkeypatch.setattr(text_documents, "PIECE_CHARS", 7)
+    monkeypatch.setattr(tokenise, "BATCH_CHARS", 6)
+    monkeypatch.setattr(tokenise, "SAVE_SECONDS", 0.0)
+    save = tokenise._DatasetWriter.save_if_due
+
+    def save_and_die(writer, after):
+        save(writer, after)
+        raise Killed
+
+    monkeypatch.setattr(tokenise._DatasetWriter, "save_if_due", save_and_die)
+    with pytest.raises(Killed):
+        opened(tmp_path, file)
+    (partial,) = (tmp_path / "cache").glob(".*.partial")
+    if damage == "words":
+        (partial / "progress.json").write_text('{"position": {"file": 0}}')
+    else:
+        os.truncate(partial / damage, 0) if damage != "lengths" else (partial / damage).unlink()
+    monkeypatch.setattr(tokenise._DatasetWriter, "save_if_due", save)
+    assert documents(opened(tmp_path, file)) == [as_bytes(TEXTS["a.txt"])]
 
 
 RUN = """
@@ -383,12 +474,14 @@ import sys
 from shardwright.train.data import corpus as data_index
 from shardwright.train.data import indexed
 from shardwright.train.data import samples as data
-real = data_index._tokenise
-data_index._tokenise = lambda *a: (print("built"), real(*a))
+from shardwright.train.data import tokenise
+real = tokenise.tokenise
+tokenise.tokenise = lambda *a: (print("built"), real(*a))
 indexed.import_megatron()
 print("ready", flush=True)
 sys.stdin.readline()
-corpus = data.open_corpus(sys.argv[2:], tokenizer_dir=None, vocab_size=512, cache_dir=sys.argv[1])
+cache, *files = sys.argv[1:]
+corpus = data_index.open_corpus(files, tokenizer_dir=None, vocab_size=512, cache_dir=cache)
 data.Samples(corpus, 16, 0)[corpus.tokens]  # of an epoch after the first
 print(corpus.identity)
 """
@@ -399,8 +492,8 @@ def test_independent_runs_at_once_build_one_cache_and_make_no_noise(tmp_path, mo
     command = [sys.executable, "-W", "always", "-c", RUN, str(tmp_path / "cache"), str(file)]
     names = ("stdin", "stdout", "stderr")
     other = subprocess.Popen(command, **dict.fromkeys(names, subprocess.PIPE), text=True)
-    built, real = [], data_index._tokenise
-    monkeypatch.setattr(data_index, "_tokenise", lambda *a: (built.append(1), real(*a)))
+    built, real = [], tokenise.tokenise
+    monkeypatch.setattr(tokenise, "tokenise", lambda *a: (built.append(1), real(*a)))
     assert other.stdout.readline() == "ready\n"
     other.stdin.write("go\n")
     other.stdin.flush()

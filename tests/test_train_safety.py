@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,16 +23,21 @@ from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.model.box import Box
 from shardwright.ckpt.model.manifest import Chunk, Manifest, TensorMeta, View
 from shardwright.ckpt.model.planner import plan
+from shardwright.ckpt.move import lock as output_lock
+from shardwright.ckpt.move.lock import Record
 from shardwright.ckpt.move.progress import parse_bytes
 from shardwright.ckpt.move.publish import OutputTransaction
 from shardwright.tools import train_ckpt
 from shardwright.train.checkpoint import retention, save
-from shardwright.train.config import questions
-from shardwright.train.config.from_options import from_options
+from shardwright.train.config import from_options, questions
+from shardwright.train.config.cli import OPTIONS
 from shardwright.train.config.schema import BatchSizes, Parallelism, TrainConfig
 from shardwright.train.doctor import memory, pipeline
 from shardwright.train.errors import TrainError
-from shardwright.train.run import metrics, save_dir, stopping
+from shardwright.train.run import metrics, save_dir, stopping, trainer
+from shardwright.train.run.corpora import open_corpora
+from shardwright.train.run.source import find_source
+from shardwright.train.run.trainer import check
 
 # --- SAVE_DIR ----------------------------------------------------------------------------------
 
@@ -73,10 +80,33 @@ def test_files_of_a_user_do_not_make_a_folder_a_used_one(place):
 
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
     held = save_dir.lock(tmp_path)
-    with pytest.raises(TrainError, match="another run is writing there"):
+    with pytest.raises(TrainError, match=r"another run is writing it .*another folder"):
         save_dir.lock(tmp_path)
-    os.close(held)
-    os.close(save_dir.lock(tmp_path))
+    held.release()
+    save_dir.lock(tmp_path).release()
+    assert not (tmp_path / save_dir.LOCK).exists()
+
+
+def test_a_run_on_another_machine_holds_its_folder_until_it_is_silent_or_declared_dead(
+    tmp_path, monkeypatch
+):
+    record = dataclasses.asdict(Record("r", "elsewhere", "another boot", "pid:[1]", 7, "1"))
+    monkeypatch.setattr(output_lock, "_is_exclusive", lambda path: False)  # as on a network
+    path = tmp_path / save_dir.LOCK
+    path.write_text("\n" + json.dumps(record) + "\n")
+    with pytest.raises(TrainError, match=r"process 7 on elsewhere.*--break-lock"):
+        save_dir.lock(tmp_path)
+    save_dir.lock(tmp_path, break_it=True).release()
+    path.write_text("\n" + json.dumps(record) + "\n")
+    os.utime(path, (1, 1))
+    save_dir.lock(tmp_path).release()
+
+
+def test_a_used_folder_is_refused_before_a_rank_starts(place):
+    (place / "used").mkdir()
+    (place / "used" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(TrainError, match="holds another run"):
+        check(_config(Run("used", world=1).argv(place)))
 
 
 # --- metrics -----------------------------------------------------------------------------------
@@ -339,30 +369,125 @@ def test_a_part_of_a_tensor_is_planned_only_from_what_the_same_process_holds():
 # --- options that would do nothing -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--eval-interval 5", "there is no --eval-data"),
-        ("--eval-iters 5", "there is no --eval-data"),
-        ("--sgd-momentum 0.9", "--optimizer sgd takes it"),
-        ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1 is Adam's"),
-        ("--optimizer sgd --adam-eps 1e-6", "--adam-eps is Adam's"),
-    ],
-)
-def test_an_option_without_effect_is_refused(given, said, place):
-    argv = [*Run("x", world=1).argv(place), *given.split()]
-    with pytest.raises(TrainError) as error:
-        _config(argv)
-    assert given.split()[-2] in str(error.value)
-    assert said in str(error.value)
+# option -> (a command line where it would change nothing, what is said), or why there is none
+USE: Mapping[str, tuple[str, str] | str] = {
+    "model": "always the model, or the description of a resumed one",
+    "data": "always",
+    "seq_length": "always",
+    "data_key": ("--data-key body", "no data file is JSONL"),
+    "eval_data": "always",
+    "eval_interval": ("--eval-interval 5", "there is no --eval-data"),
+    "eval_iters": ("--eval-iters 5", "there is no --eval-data"),
+    "tp": "always",
+    "pp": "always",
+    "pp_layers": ("--pp-layers 4", "pp is 1"),
+    "virtual_pp_layers": ("--virtual-pp-layers 1", "needs a pipeline"),
+    "sequence_parallel": ("--sequence-parallel", "no effect at tp=1"),
+    "distributed_optimizer": ("--distributed-optimizer", "no effect on one data-parallel rank"),
+    "recompute": "always",
+    "nproc": "always; another launcher's number overrides it with a line",
+    "num_machines": "always",
+    "machine_rank": ("--machine-rank 0", "no effect"),
+    "main_process_ip": ("--main-process-ip h", "needs several machines"),
+    "main_process_port": ("--main-process-port 9", "needs several machines"),
+    "rdzv_backend": ("--rdzv-backend c10d", "no effect on one machine"),
+    "timeout_minutes": "always",
+    "micro_batch_size": "always",
+    "global_batch_size": "always",
+    "steps": "always; a run that is there already says so",
+    "optimizer": "always",
+    "lr": "always",
+    "lr_decay_style": "always",
+    "lr_warmup_steps": "always",
+    "min_lr": ("--lr-decay-style constant --min-lr 1e-5", "does not fall"),
+    "weight_decay": "always",
+    "adam_beta1": ("--optimizer sgd --adam-beta1 0.8", "is Adam's"),
+    "adam_beta2": ("--optimizer sgd --adam-beta2 0.8", "is Adam's"),
+    "adam_eps": ("--optimizer sgd --adam-eps 1e-6", "is Adam's"),
+    "sgd_momentum": ("--sgd-momentum 0.9", "--optimizer sgd takes it"),
+    "clip_grad": "always",
+    "attention_dropout": "always",
+    "hidden_dropout": "always",
+    "precision": "always",
+    "seed": "always; another one than the checkpoint's is refused",
+    "save_dir": "always",
+    "save_interval": ("--save-interval 3", "there is no --save-dir"),
+    "keep_last": ("--keep-last 3", "there is no --save-dir"),
+    "resume": "always",
+    "overwrite": ("--overwrite", "there is no --save-dir"),
+    "break_lock": ("--break-lock", "there is no --save-dir"),
+    "verify_source": "a line says what was checked, or that weights are random",
+    "tensorboard_dir": "needs no --save-dir; without TensorBoard it is refused",
+}
+
+
+def test_of_every_option_is_known_where_it_would_change_nothing():
+    assert USE.keys() == OPTIONS.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, use in USE.items() if isinstance(use, tuple)])
+def test_an_option_without_effect_is_refused_or_said(name, place):
+    given, said = USE[name]
+    argv = Run("x", world=1).argv(place)
+    for flag in ("--save-dir", "--save-interval"):
+        at = argv.index(flag)
+        argv = [*argv[:at], *argv[at + 2 :]]
+    try:
+        config = _config([*argv, *given.split()])
+        open_corpora(config, find_source(config), find_source(config).model())
+        lines = "\n".join(config.notes)
+    except TrainError as error:
+        lines = str(error)
+    assert said in lines
+    flag = "--" + name.replace("_", "-")
+    assert flag in lines or OPTIONS[name].field in lines or "sequence parallelism" in lines
+
+
+@pytest.mark.parametrize("where", ["environment", "Accelerate's file"])
+def test_what_several_programs_read_may_hold_more_than_a_run_uses(where, place, monkeypatch):
+    argv = Run("x", world=1).argv(place)
+    if where == "environment":
+        monkeypatch.setenv("MEGATRON_LM_EVAL_ITERS", "5")
+    else:
+        file = place / "accelerate.yaml"
+        file.write_text(
+            "distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_eval_iters: 5\n"
+            "  megatron_lm_return_logits: true\n"
+        )
+        argv += ["--config", str(file)]
+    notes = "\n".join(_config(argv).notes)
+    assert "--eval-iters" in notes
+    assert "there is no --eval-data" in notes
+    assert ("return_logits" in notes) == (where != "environment")
+
+
+def test_another_launchers_ranks_say_that_options_of_machines_do_nothing(place, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    argv = [*Run("x", world=1).argv(place), "--num-machines", "2", "--main-process-ip", "h"]
+    line = "--num-machines, --main-process-ip: no effect, another launcher started the ranks"
+    assert line in _config(argv).notes
+    monkeypatch.setenv(from_options.OURS, "[]")
+    assert line not in _config(argv).notes
+
+
+def test_tensorboard_that_is_not_there_is_refused_where_it_is_asked_for(place, monkeypatch):
+    config = _config([*Run("x", world=1).argv(place), "--tensorboard-dir", str(place / "t")])
+    check(config)
+    real = trainer.find_spec
+    monkeypatch.setattr(
+        trainer, "find_spec", lambda name: None if name == "tensorboard" else real(name)
+    )
+    with pytest.raises(TrainError, match="--tensorboard-dir: tensorboard is not installed"):
+        check(config)
 
 
 def test_options_that_belong_together_are_taken(place):
     argv = Run("x", world=1).argv(place)
     found = _config([*argv, "--eval-data", str(place / "eval.txt"), "--eval-interval", "5"])
     assert found.data.eval_interval == 5
-    found = _config([*argv, "--optimizer", "sgd", "--sgd-momentum", "0.9", "--data-key", "body"])
-    assert (found.optimizer.momentum, found.data.key) == (0.9, "body")
+    found = _config([*argv, "--optimizer", "sgd", "--sgd-momentum", "0.9"])
+    assert found.optimizer.momentum == 0.9
 
 
 # --- advice ------------------------------------------------------------------------------------
@@ -458,10 +583,11 @@ def test_without_a_terminal_steps_are_lines_of_a_log(monkeypatch, capsys):
 
 def test_a_run_says_at_once_what_it_starts_and_what_it_will_not_keep(tmp_path):
     words = ["--model", str(tmp_path), "--data", "x", "--steps", "1", "--tp", "2", "--pp", "2"]
-    config = from_options(train_ckpt.parser().parse_args(words))
+    config = from_options.from_options(train_ckpt.parser().parse_args(words))
     assert train_ckpt.starting(config).splitlines() == [
         "starting 4 processes at tp=2 pp=2: importing torch and megatron-core",
         "no --save-dir: nothing of this run will be kept",
     ]
-    config = from_options(train_ckpt.parser().parse_args([*words, "--save-dir", "run"]))
+    words += ["--save-dir", "run"]
+    config = from_options.from_options(train_ckpt.parser().parse_args(words))
     assert len(train_ckpt.starting(config).splitlines()) == 1

@@ -39,7 +39,7 @@ def parser(prog: str = "train-ckpt") -> argparse.ArgumentParser:
 
 def command(argv: Sequence[str], prog: str = "train-ckpt") -> int:
     """Run with dashed arguments; the exit code."""
-    given = os.environ.get("SHARDWRIGHT_ARGUMENTS")
+    given = os.environ.get(from_options.OURS)
     if given is not None and not argv:  # a rank of our own launcher
         argv = json.loads(given)
     if argv and argv[0] in SUBCOMMANDS:
@@ -55,9 +55,10 @@ def command(argv: Sequence[str], prog: str = "train-ckpt") -> int:
     if launch.is_rank():
         return _run_rank(config)
     print(starting(config), file=sys.stderr, flush=True)
-    from shardwright.train.run.trainer import check
+    from shardwright.train.run.trainer import check, prepare
 
     check(config)
+    prepare(config)
     return launch.launch(config, list(argv))
 
 

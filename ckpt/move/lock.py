@@ -23,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InUse
 from .storage import told
 
 RENEW_SECONDS = 60.0
@@ -99,9 +99,7 @@ class OutputLock:
         """Whether this run has the lock; False if the file is gone: try again."""
         if not self._flocked(made):
             if not self.break_it:
-                raise CheckpointError(
-                    f"{self.output}: another run is writing it ({self.path} is locked)"
-                )
+                raise InUse(f"{self.output}: another run is writing it ({self.path} is locked)")
             os.unlink(self.path)
             return False
         if not self._is_current():
@@ -112,7 +110,7 @@ class OutputLock:
             raise CheckpointError(f"{self.path}: is another user's; remove it")
         said = self._alive(_last(self._fd))
         if said and not self.break_it:
-            raise CheckpointError(
+            raise InUse(
                 f"{self.output}: another run is writing it ({said}); if that run is dead, "
                 "pass --break-lock"
             )

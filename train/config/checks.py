@@ -136,15 +136,7 @@ def _saving_faults(saving: Saving) -> list[str]:
     faults = []
     if saving.overwrite and saving.resume == LATEST:
         faults.append("--overwrite replaces the run that --resume would continue; drop one")
-    if saving.save_dir is not None:
-        return faults
-    if saving.overwrite:
-        faults.append("--overwrite has no --save-dir to replace a run in")
-    if saving.save_interval is not None:
-        faults.append(f"--save-interval {saving.save_interval} has no --save-dir to save to")
-    if saving.keep_last is not None:
-        faults.append(f"--keep-last {saving.keep_last} has no --save-dir to keep them in")
-    if saving.resume == LATEST:
+    if saving.save_dir is None and saving.resume == LATEST:
         faults.append("--resume without a folder takes the latest in --save-dir; name either")
     return faults
 

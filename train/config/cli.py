@@ -6,12 +6,22 @@ What the options mean is left to ``from_options``. Imports neither torch nor yam
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .fields import FIELDS
-from .schema import LATEST
+from .schema import LATEST, TrainConfig
 from .values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What an option needs; without it, a run with the option would be as one without it."""
+
+    met: Callable[[TrainConfig], bool]
+    lack: str  # why the option changes nothing, and what to do
+    only_said: bool = False  # a note, not an error: launch scripts give it on every machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,7 @@ class Option:
     field: str = ""  # the plugin field with the same meaning; it has the same default
     metavar: str | None = None
     group: str = "training"
+    needs: Need | None = None
 
 
 def _option(
@@ -37,10 +48,12 @@ def _option(
     least: float | None = None,
     most: float | None = None,
     choices: tuple[str, ...] = (),
+    needs: Need | None = None,
 ) -> Option:
     if metavar is None and not choices:
         metavar = {"int": "N", "float": "X", "texts": "FILE"}.get(kind)
-    return Option(Values(kind, least, most, choices), help, default, field, metavar, group)
+    values = Values(kind, least, most, choices)
+    return Option(values, help, default, field, metavar, group, needs)
 
 
 def _of_field(
@@ -50,16 +63,36 @@ def _of_field(
     group: str = "training",
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
+    needs: Need | None = None,
 ) -> Option:
     """The option for a plugin field, with the field's bounds and default."""
     use = FIELDS[field]
     found, kind = choices or use.values.choices, use.values.kind
     return _option(
         kind, help, use.default, field=field, group=group, least=use.values.least,
-        most=use.values.most, choices=found, metavar=metavar,
+        most=use.values.most, choices=found, metavar=metavar, needs=needs,
     )  # fmt: skip
 
 
+_EVALUATION = Need(lambda c: bool(c.data.eval_files), "there is no --eval-data to evaluate on")
+_ADAM = Need(lambda c: c.optimizer.name != "sgd", "is Adam's, the optimizer is sgd; leave it out")
+_SGD = Need(lambda c: c.optimizer.name == "sgd", "is SGD's; --optimizer sgd takes it")
+_SAVE_DIR = Need(lambda c: c.saving.save_dir is not None, "there is no --save-dir to write to")
+_FALLING = Need(
+    lambda c: c.schedule is None or c.schedule.style != "constant",
+    "the learning rate does not fall; --lr-decay-style linear or cosine takes it",
+)
+_STAGES = Need(lambda c: c.parallelism.pp > 1, "pp is 1; --pp N takes it")
+_TP = Need(lambda c: c.parallelism.tp > 1, "no effect at tp=1", only_said=True)
+_DP = Need(
+    lambda c: c.batch.data_parallel > 1, "no effect on one data-parallel rank", only_said=True
+)
+_MACHINES = Need(lambda c: c.launch.num_machines > 1, "no effect on one machine", only_said=True)
+_STATIC = Need(
+    lambda c: c.launch.num_machines > 1 and c.launch.rdzv_backend == "static",
+    "no effect: machines number themselves with c10d, and one machine is number 0",
+    only_said=True,
+)
 # If a help text names no default, the table's is added to it.
 OPTIONS: dict[str, Option] = {
     "model": _option(
@@ -76,14 +109,16 @@ OPTIONS: dict[str, Option] = {
     ),
     "eval_data": _option("texts", "text or JSONL files to evaluate on", group="model and data"),
     "eval_interval": _of_field(
-        "eval_interval", "steps between evaluations", group="model and data"
+        "eval_interval", "steps between evaluations", group="model and data", needs=_EVALUATION
     ),
-    "eval_iters": _of_field("eval_iters", "steps of one evaluation", group="model and data"),
+    "eval_iters": _of_field(
+        "eval_iters", "steps of one evaluation", group="model and data", needs=_EVALUATION
+    ),
     "tp": _of_field("tp_degree", "tensor-parallel ranks", group="layout"),
     "pp": _of_field("pp_degree", "pipeline stages", group="layout"),
     "pp_layers": _option(
         "ints", "layers of each pipeline stage (default: even)", metavar="10,10,8",
-        group="layout", least=1,
+        group="layout", least=1, needs=_STAGES,
     ),
     "virtual_pp_layers": _of_field(
         "num_layers_per_virtual_pipeline_stage",
@@ -92,11 +127,11 @@ OPTIONS: dict[str, Option] = {
     ),
     "sequence_parallel": _of_field(
         "sequence_parallelism", "cut activations along the sequence over the tp ranks",
-        group="layout",
+        group="layout", needs=_TP,
     ),
     "distributed_optimizer": _of_field(
         "use_distributed_optimizer", "cut the optimizer over the data-parallel ranks",
-        group="layout",
+        group="layout", needs=_DP,
     ),
     "recompute": _of_field(
         "recompute_granularity", "what the backward pass computes again (default: none)",
@@ -106,7 +141,9 @@ OPTIONS: dict[str, Option] = {
         "int", "processes on this machine (default: tp x pp)", group="layout", least=1
     ),
     "num_machines": _option("int", "machines (default: 1)", group="layout", least=1),
-    "machine_rank": _option("int", "this machine's number, from 0", group="layout", least=0),
+    "machine_rank": _option(
+        "int", "this machine's number, from 0", group="layout", least=0, needs=_STATIC
+    ),
     "main_process_ip": _option(
         "str", "address of machine 0, to which all connect", metavar="HOST", group="layout"
     ),
@@ -115,7 +152,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "rdzv_backend": _option(
         "str", "how machines find each other (default: static)", group="layout",
-        choices=("static", "c10d"),
+        choices=("static", "c10d"), needs=_MACHINES,
     ),
     "timeout_minutes": _option(
         "int", "how long a collective waits for other ranks (default: 10)", group="layout", least=1
@@ -133,12 +170,12 @@ OPTIONS: dict[str, Option] = {
     "lr_warmup_steps": _of_field(
         "lr_warmup_iters", "steps over which the learning rate rises (default: 0)"
     ),
-    "min_lr": _of_field("min_lr", "the learning rate at the end"),
+    "min_lr": _of_field("min_lr", "the learning rate at the end", needs=_FALLING),
     "weight_decay": _option("float", "weight decay", 0.01, least=0),
-    "adam_beta1": _option("float", "Adam's first decay rate", 0.9, least=0, most=1),
-    "adam_beta2": _option("float", "Adam's second decay rate", 0.999, least=0, most=1),
-    "adam_eps": _option("float", "Adam's epsilon", 1e-8, least=0),
-    "sgd_momentum": _option("float", "SGD's momentum", 0.0, least=0, most=1),
+    "adam_beta1": _option("float", "Adam's first decay rate", 0.9, least=0, most=1, needs=_ADAM),
+    "adam_beta2": _option("float", "Adam's second decay rate", 0.999, least=0, most=1, needs=_ADAM),
+    "adam_eps": _option("float", "Adam's epsilon", 1e-8, least=0, needs=_ADAM),
+    "sgd_momentum": _option("float", "SGD's momentum", 0.0, least=0, most=1, needs=_SGD),
     "clip_grad": _of_field("gradient_clipping", "largest gradient norm; 0 does not clip"),
     "attention_dropout": _of_field(
         "attention_dropout", "dropout of attention weights (default: the model's)"
@@ -151,14 +188,20 @@ OPTIONS: dict[str, Option] = {
     "save_dir": _option("str", "where checkpoints, metrics and curves go", metavar="DIR",
                         group="saving"),
     "save_interval": _option("int", "steps between checkpoints (default: only at the end)",
-                             group="saving", least=1),
-    "keep_last": _option("int", "checkpoints to keep (default: all)", group="saving", least=1),
+                             group="saving", least=1, needs=_SAVE_DIR),
+    "keep_last": _option("int", "checkpoints to keep (default: all)", group="saving", least=1,
+                         needs=_SAVE_DIR),
     "resume": _option(
         "str", "continue from a checkpoint, or from SAVE_DIR's latest", metavar="DIR",
         group="saving",
     ),
     "overwrite": _option(
-        "bool", "replace another run in SAVE_DIR after this one has saved", False, group="saving"
+        "bool", "replace another run in SAVE_DIR after this one has saved", False, group="saving",
+        needs=_SAVE_DIR,
+    ),
+    "break_lock": _option(
+        "bool", "write to SAVE_DIR although another run holds its lock; only if that run is dead",
+        False, group="saving", needs=_SAVE_DIR,
     ),
     "verify_source": _option(
         "bool", "check the checksums that a checkpoint records before it is loaded", True,

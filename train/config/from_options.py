@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import TrainError, nearest, raise_faults
 from .accelerate_yaml import (
+    KEY,
     AccelerateFile,
     default_accelerate_path,
     is_accelerate,
@@ -67,7 +68,9 @@ def from_options(
     ]
     launch = replace(launch, timeout_minutes=config.launch.timeout_minutes)
     config = _with_options(replace(config, launch=launch), said, tuple(notes))
-    faults = faults_of(config) + _without_effect(own, plugin)
+    idle, more_notes = _without_effect(config, own, plugin)
+    config = replace(config, notes=(*config.notes, *more_notes, *_launched(own, environ)))
+    faults = faults_of(config) + idle
     if not complete:
         raise_faults("options", faults)
         return config
@@ -79,31 +82,49 @@ def from_options(
     return config
 
 
-_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+def _without_effect(
+    config: TrainConfig, own: Resolved, plugin: MegatronLMPlugin
+) -> tuple[list[str], list[str]]:
+    """Faults, and notes, about options that somebody gave and that change nothing.
+
+    What several programs read, the environment and an Accelerate YAML, is only noted.
+    """
+    faults: list[str] = []
+    notes: list[str] = []
+    for name, option in OPTIONS.items():
+        where = _origin(option.field or name, own, plugin)
+        needs = option.needs
+        if where is None or needs is None or needs.met(config):
+            continue
+        is_shared = where.startswith((ENV, KEY))
+        value = own.values[name] if name in own.values else getattr(plugin, option.field)
+        given = _flag(name) if value is True else f"{_flag(name)} {_spelled(value)}"
+        where = "" if where == _flag(name) else f" ({where})"
+        line = f"{given}{where}: {needs.lack}"
+        (notes if needs.only_said or is_shared else faults).append(line)
+    notes += [
+        f"{name} ({plugin.origin(name)}): for scripts; train-ckpt does not use it"
+        for name in SCRIPTS_ONLY
+        if plugin.given(name)
+    ]
+    return faults, notes
 
 
-def _without_effect(own: Resolved, plugin: MegatronLMPlugin) -> list[str]:
-    """Options that somebody gave and that would change nothing."""
-    said, given = own.values, own.origins
-    faults = []
-    if not said["eval_data"]:
-        faults += [
-            f"{_flag(name)} ({plugin.origin(name)}): there is no --eval-data to evaluate on"
-            for name in ("eval_interval", "eval_iters")
-            if plugin.given(name) and not plugin.origin(name).startswith(ENV)
-        ]
-    name = said["optimizer"]
-    faults += [
-        f"{_flag(option)} is SGD's, the optimizer is {name}; --optimizer sgd takes it"
-        for option in ("sgd_momentum",)
-        if option in given and name != "sgd"
-    ]
-    faults += [
-        f"{_flag(option)} is Adam's, the optimizer is sgd; leave it out"
-        for option in _ADAM
-        if option in given and name == "sgd"
-    ]
-    return faults
+# Plugin fields without an option that train-ckpt has no use for.
+SCRIPTS_ONLY = ("return_logits", "is_train_batch_min")
+
+
+def _origin(name: str, own: Resolved, plugin: MegatronLMPlugin) -> str | None:
+    """Where an option, or its plugin field, was given; None if it was not, or is turned off."""
+    if name in own.values:
+        return own.origins.get(name) if own.values[name] is not False else None
+    if not plugin.given(name) or getattr(plugin, name) is False:
+        return None
+    return plugin.origin(name)
+
+
+def _spelled(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _flag(name: str) -> str:
@@ -132,6 +153,7 @@ def _with_options(
             keep_last=said["keep_last"],
             resume=said["resume"],
             overwrite=bool(said["overwrite"]),
+            break_lock=bool(said["break_lock"]),
             verify_source=said["verify_source"],
         ),
         model=replace(config.model, path=said["model"]),
@@ -147,15 +169,14 @@ def _with_options(
 
 def _machines(launch: Launch, said: Mapping[str, Any], environ: Mapping[str, str]) -> Launch:
     """``launch`` with the command line's options of machines; TrainError if some are missing."""
-    names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")
-    given = {name: said[name] for name in names if said[name] is not None}
+    given = {name: said[name] for name in _OF_A_LAUNCHER if said[name] is not None}
     launch = replace(launch, **given)
     count, rank = launch.num_machines, launch.machine_rank
     if "WORLD_SIZE" in environ:
         return launch  # the machines have met already
     faults = []
     if count == 1:
-        alone = [f"--{n.replace('_', '-')} {given[n]}" for n in names[2:4] if n in given]
+        alone = [f"--{n.replace('_', '-')} {given[n]}" for n in _OF_A_LAUNCHER[2:4] if n in given]
         faults += [f"{flag} needs several machines: --num-machines N" for flag in alone]
     elif launch.main_process_ip is None:
         faults.append(f"{count} machines need the address of the first: --main-process-ip HOST")
@@ -165,6 +186,20 @@ def _machines(launch: Launch, said: Mapping[str, Any], environ: Mapping[str, str
     if count > 1 and launch.main_process_port is None:
         launch = replace(launch, main_process_port=29500)
     return launch
+
+
+# What the launcher of the ranks decides.
+_OF_A_LAUNCHER = ("num_machines", "machine_rank", "main_process_ip", "main_process_port",
+                  "rdzv_backend")  # fmt: skip
+OURS = "SHARDWRIGHT_ARGUMENTS"  # in the environment of ranks that train-ckpt itself starts
+
+
+def _launched(own: Resolved, environ: Mapping[str, str]) -> list[str]:
+    """A note on options of machines, where another launcher has started this rank."""
+    if "WORLD_SIZE" not in environ or OURS in environ:
+        return []
+    given = [_flag(name) for name in _OF_A_LAUNCHER if name in own.origins]
+    return [f"{', '.join(given)}: no effect, another launcher started the ranks"] if given else []
 
 
 def _optimizer_of(said: Mapping[str, Any]) -> OptimizerSettings:

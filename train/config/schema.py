@@ -149,6 +149,7 @@ class Saving:
     keep_last: int | None = None  # None: all
     resume: str | None = None  # LATEST, or a checkpoint's folder
     overwrite: bool = False  # replace another run's results in save_dir
+    break_lock: bool = False  # take over the lock of a run that is dead
     save_optimizer: bool = True
     load_optimizer: bool = True
     verify_source: bool = True  # check the recorded checksums of what is loaded

@@ -84,10 +84,9 @@ def initialize(layout: Layout, *, seed: int | None, timeout_s: float = 600.0) ->
     need_packages()
     world_size = _world_size()
     dp = layout.data_parallel(world_size)
-    local_rank = _environment("LOCAL_RANK", 0)
+    local_rank, device = _environment("LOCAL_RANK", 0), take_device()
     if layout.tp > 1:  # megatron overlaps by the order of launches, which this setting keeps
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    device = _device(local_rank)
     timeout = timedelta(seconds=timeout_s)
     _join_world(device, timeout)
     # megatron calls collectives by names that newer torch is about to replace, in every layer
@@ -174,8 +173,12 @@ def _environment(name: str, default: int) -> int:
         raise TrainError(f"{name}={text} in the environment is not a whole number") from None
 
 
-def _device(local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU with megatron redirected to it."""
+def take_device() -> torch.device:
+    """This rank's GPU, or the CPU with megatron redirected to it; before megatron is imported.
+
+    A second call changes nothing.
+    """
+    local_rank = _environment("LOCAL_RANK", 0)
     if not torch.cuda.is_available():
         from ..patches import cpu
 

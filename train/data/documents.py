@@ -8,28 +8,68 @@ from __future__ import annotations
 import codecs
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import TrainError
 
 PIECE_CHARS = 1 << 18  # a longer document is tokenised in pieces, which bounds memory
 BLOCK_BYTES = 1 << 20  # one read
-LINE_SUFFIXES = {".jsonl", ".ndjson"}
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the files where reading can begin again."""
+
+    file: int = 0  # how many files are before it
+    byte: int = 0  # of the file; in a JSONL file the start of a line
+    line: int = 0  # lines before it, in a JSONL file
+
+
+START = Position()
+Piece = tuple["str | None", "Position | None"]
 
 
 def pieces(
-    paths: Iterable[Path], data_key: str, count: Callable[[int], None]
-) -> Iterator[str | None]:
-    """Text of files in pieces, with None after each document."""
-    for path in paths:
-        if path.suffix in LINE_SUFFIXES:
-            documents: Iterable[Iterable[str]] = ([t] for t in _records(path, data_key, count))
-        else:
-            documents = [_text(path, count)]
-        for document in documents:
-            yield from _cut(document)
-            yield None
+    paths: Sequence[Path],
+    data_key: str,
+    count: Callable[[int], None],
+    start: Position = START,
+) -> Iterator[Piece]:
+    """Text of files in pieces, with None after each document.
+
+    With each comes the position after it; None within a JSONL record, where no reading can begin.
+    If ``start`` is inside a document, its next piece comes first.
+    """
+    for i in range(start.file, len(paths)):
+        read = _record_pieces if paths[i].suffix in LINE_SUFFIXES else _text_pieces
+        yield from read(paths[i], data_key, count, start if i == start.file else Position(i))
+
+
+def _record_pieces(
+    path: Path, data_key: str, count: Callable[[int], None], start: Position
+) -> Iterator[Piece]:
+    for text, after in _records(path, data_key, count, start):
+        yield from ((piece, None) for piece in _cut([text]))
+        yield None, after
+
+
+def _text_pieces(
+    path: Path, data_key: str, count: Callable[[int], None], start: Position
+) -> Iterator[Piece]:
+    at = start.byte or len(_byte_order_mark(path))
+    for piece in _cut(_text(path, count, start.byte)):
+        at += len(piece.encode())
+        yield piece, Position(start.file, at)
+    yield None, Position(start.file + 1)
+
+
+def _byte_order_mark(path: Path) -> bytes:
+    with path.open("rb") as file:
+        head = file.read(len(codecs.BOM_UTF8))
+    return head if head == codecs.BOM_UTF8 else b""
 
 
 def _cut(texts: Iterable[str]) -> Iterator[str]:
@@ -59,11 +99,11 @@ def _cut_at(text: str, limit: int) -> int:
     return last if last > 0 else limit
 
 
-def _text(path: Path, count: Callable[[int], None]) -> Iterator[str]:
-    """The text of a file, block by block."""
+def _text(path: Path, count: Callable[[int], None], start: int = 0) -> Iterator[str]:
+    """The text of a file from a byte on, block by block."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    fed, empty = 0, True
-    for block in blocks(path):
+    fed, empty = start, start == 0
+    for block in blocks(path, start):
         pending = len(decoder.getstate()[0])  # bytes of a character that the last block cut
         try:
             text = decoder.decode(block, final=not block)
@@ -78,9 +118,10 @@ def _text(path: Path, count: Callable[[int], None]) -> Iterator[str]:
         raise TrainError(f"{path}: is empty (no text after the byte-order mark)")
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """The blocks of a file, and an empty one at its end."""
+def blocks(path: Path, start: int = 0) -> Iterator[bytes]:
+    """The blocks of a file from a byte on, and an empty one at its end."""
     with path.open("rb") as file:
+        file.seek(start)
         while block := file.read(BLOCK_BYTES):
             yield block
     yield b""
@@ -94,11 +135,17 @@ def _not_utf8(path: Path, at: int, error: UnicodeDecodeError) -> TrainError:
     )
 
 
-def _records(path: Path, data_key: str, count: Callable[[int], None]) -> Iterator[str]:
-    """The texts of a JSONL file; blank lines do not count, empty texts are skipped and said."""
-    at = used = skipped = 0
+def _records(
+    path: Path, data_key: str, count: Callable[[int], None], start: Position
+) -> Iterator[tuple[str, Position]]:
+    """The texts of a JSONL file, each with the position after it.
+
+    Blank lines do not count; empty texts are skipped, with a warning.
+    """
+    at, used, skipped = start.byte, int(start.line > 0), 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        file.seek(start.byte)
+        for number, line in enumerate(file, start.line + 1):
             if stripped := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 try:
                     text = _record(f"{path}: line {number}", stripped, data_key)
@@ -107,7 +154,7 @@ def _records(path: Path, data_key: str, count: Callable[[int], None]) -> Iterato
                 used += bool(text)
                 skipped += not text
                 if text:
-                    yield text
+                    yield text, Position(start.file, at + len(line), number)
             at += len(line)
             count(len(line))
     if not used:

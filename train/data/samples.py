@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import TrainError
-from .corpus import open_corpus
 from .indexed import Corpus, import_megatron
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batches", "Corpus", "EvalBatches", "Samples", "open_corpus"]
+__all__ = ["Batches", "Corpus", "EvalBatches", "Samples"]
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 

@@ -17,11 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config import from_options
 from ..config.schema import Launch, TrainConfig
 from . import network, stopping
 from .stopping import STOP_FILE, signals
 
-ARGUMENTS = "SHARDWRIGHT_ARGUMENTS"  # what a rank that we start is to do, as JSON
+ARGUMENTS = from_options.OURS  # what a rank that we start is to do, as JSON
 # No C++ stack trace if machines do not find each other; the agent unsets it for its ranks.
 QUIET_AGENT = ("TORCH_CPP_LOG_LEVEL", "FATAL")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
+from shardwright.ckpt.errors import CheckpointError
+from shardwright.ckpt.move.lock import OutputLock
 from shardwright.ckpt.reader import LATEST, follow
 
 from ..config import schema as settings
@@ -17,7 +17,7 @@ LOCK = ".train-ckpt.lock"
 
 
 def check_unused(config: TrainConfig) -> None:
-    """TrainError where another run's results lie in SAVE_DIR that this one does not go on with."""
+    """TrainError if SAVE_DIR holds results of another run that this one does not continue."""
     saving = config.saving
     if saving.save_dir is None or saving.overwrite:
         return
@@ -26,7 +26,7 @@ def check_unused(config: TrainConfig) -> None:
     if not found or _goes_on(saving.resume, folder):
         return
     raise TrainError(
-        f"--save-dir {folder} holds another run ({found[0].name}); go on with it: --resume, name "
+        f"--save-dir {folder} holds another run ({found[0].name}); continue it: --resume, name "
         "another folder, or replace it: --overwrite"
     )
 
@@ -51,18 +51,18 @@ def _goes_on(resume: str | None, folder: Path) -> bool:
     return folder.resolve() in (where.resolve(), where.resolve().parent)
 
 
-def lock(folder: Path) -> int:
-    """Hold the folder for as long as this process lives; TrainError where another run has it."""
+def lock(folder: Path, *, break_it: bool = False) -> OutputLock:
+    """Hold the folder until ``release``, or for as long as this process lives.
+
+    TrainError if another run has it, on this machine or on another one; with ``break_it`` its lock
+    is taken over.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    held = OutputLock(folder / LOCK, folder, break_it=break_it)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(held)
+        held.take()
+    except CheckpointError as error:
         raise TrainError(
-            f"--save-dir {folder}: another run is writing there; wait for its end, or name "
-            "another folder"
+            f"--save-dir {error}; wait for the end of that run, or name another folder"
         ) from None
-    except OSError:
-        pass  # a file system without locks
     return held

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import astuple
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwright.ckpt.errors import install
 from shardwright.ckpt.formats.side_files import side_files
 from shardwright.ckpt.model.manifest import SideFile
+from shardwright.ckpt.move.lock import OutputLock
 from shardwright.ckpt.reader import LATEST
 
 from ..checkpoint.load import Loaded, load
@@ -24,13 +26,14 @@ from ..checkpoint.save import Saver, SaveWait, gather
 from ..config.schema import TrainConfig
 from ..core.from_config import engine_of, layout_of, positions_of, settle
 from ..core.layout import check_layout
-from ..core.process import Parallel, initialize, need_packages, shutdown
+from ..core.process import Parallel, initialize, need_packages, shutdown, take_device
 from ..core.schedule import schedule_of
-from ..data.samples import Batches, EvalBatches, Samples, open_corpus
+from ..data.samples import Batches, EvalBatches, Samples
 from ..data.tokenizer import find_tokenizer
 from ..doctor import measured
 from ..errors import TrainError
 from . import save_dir, stopping
+from .corpora import open_corpora
 from .metrics import Metrics, flops_per_token, peak_memory_bytes
 from .source import find_source
 from .stopping import stop_file_exists
@@ -49,6 +52,15 @@ def check(config: TrainConfig) -> None:
     for name in (*config.data.files, *config.data.eval_files):
         if not Path(name).exists() and not Path(name + ".bin").exists():
             raise TrainError(f"--data {name}: there is no such file")
+    save_dir.check_unused(config)
+    if config.logging.tensorboard_dir is not None and find_spec("tensorboard") is None:
+        raise TrainError(f"--tensorboard-dir: {install('tensorboard')}")
+
+
+def prepare(config: TrainConfig) -> None:
+    """Tokenise what is not in the cache yet, before ranks start: they wait for nobody."""
+    source = find_source(config)
+    open_corpora(config, source, source.model())
 
 
 class Trainer:
@@ -59,6 +71,8 @@ class Trainer:
         self.model = self.source.model()
         self.config = settle(config, self.model, str(self.source.config))
         save_dir.check_unused(config)  # before any rank writes there
+        take_device()
+        self.corpora = open_corpora(self.config, self.source, self.model)
         self.parallel: Parallel = initialize(
             layout_of(self.config),
             seed=config.seed,
@@ -69,7 +83,7 @@ class Trainer:
         self.shows = p.is_last_stage and p.tp_rank == 0 and p.dp_rank == 0
         self.step = 0
         self.watch = Watch(self.config, p, self.model.sizes["layer"], self.say)
-        self._lock = -1  # of SAVE_DIR
+        self._lock: OutputLock | None = None  # of SAVE_DIR
         try:
             with self.watch.advising(lambda: self.step):
                 self._build(p)
@@ -103,11 +117,12 @@ class Trainer:
         )  # fmt: skip
 
     def _take_save_dir(self) -> list[Path]:
-        """Lock SAVE_DIR on rank 0, for as long as it lives; what gives way to this run's saves."""
+        """Lock SAVE_DIR on rank 0, until the run ends; the checkpoints that this run's replace."""
         why, found = "", []
         if self.save_dir is not None and self.parallel.rank == 0:
             try:
-                self._lock = save_dir.lock(self.save_dir)
+                self._lock = save_dir.lock(self.save_dir, break_it=self.config.saving.break_lock)
+                save_dir.check_unused(self.config)  # a run may have ended in it meanwhile
             except (TrainError, OSError) as error:
                 why = str(error)
             if self.config.saving.overwrite:
@@ -118,9 +133,9 @@ class Trainer:
         return found
 
     def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _say_wait(self, wait: SaveWait) -> None:
         if said := measured.slow_save(*astuple(wait)):
@@ -145,19 +160,9 @@ class Trainer:
         d, p = self.config.data, self.parallel
         assert d.seq_length is not None
         longest = positions_of(self.model)
-        options: dict[str, Any] = {
-            "tokenizer_dir": self.source.folder,
-            "vocab_size": self.model.sizes["vocab"],
-            "cache_dir": _cache_dir(),
-            "data_key": d.key,
-            "rank": p.rank,
-            "barrier": lambda: dist.barrier(group=p.control_group),
-            "quiet": p.rank != 0,
-        }
-        corpus = open_corpus(d.files, **options)
         batch = self.config.batch
         self.batches = Batches(
-            Samples(corpus, d.seq_length, self.config.seed, longest),
+            Samples(self.corpora.train, d.seq_length, self.config.seed, longest),
             micro_batch_size=batch.micro_batch_size,
             global_batch_size=batch.samples_per_step,
             dp_rank=p.dp_rank,
@@ -165,9 +170,9 @@ class Trainer:
             consumed_samples=d.consumed_samples[0],
         )
         self.evaluation = None
-        if d.eval_files:
+        if self.corpora.evaluation is not None:
             self.evaluation = EvalBatches(
-                open_corpus(d.eval_files, **options),
+                self.corpora.evaluation,
                 seq_length=d.seq_length,
                 num_samples=d.eval_iters * batch.global_batch_size,
                 micro_batch_size=batch.micro_batch_size,
@@ -218,9 +223,11 @@ class Trainer:
         of_schedule = ("style", "lr", "min_lr", "warmup_steps", "decay_steps")
         rows: list[tuple[object, Any, tuple[str, ...]]] = [(schedule, now["schedule"], of_schedule)]
         if isinstance(groups, list) and groups:
-            rows.append((groups[0], now["param_groups"][0], ("weight_decay", "betas", "eps")))
+            rows.append(
+                (groups[0], now["param_groups"][0], ("weight_decay", "betas", "eps", "momentum"))
+            )
         changed = [
-            f"{name} {ours[name]} in place of {theirs[name]}"
+            f"{name} {ours[name]} instead of {theirs[name]}"
             for theirs, ours, names in rows
             if isinstance(theirs, Mapping)
             for name in names
@@ -230,7 +237,7 @@ class Trainer:
             self.say(f"other settings than the checkpoint's run: {', '.join(changed)}")
 
     def state(self) -> dict[str, Any]:
-        """What travels beside the tensors."""
+        """What a checkpoint holds besides the tensors."""
         s, view = self.config.schedule, self.engine.view
         assert s is not None
         assert view is not None
@@ -282,7 +289,7 @@ class Trainer:
         self.saver.wait()
         self.metrics.close()
         if stopped:
-            saved_too = ", which is saved; go on with --resume" if self.save_dir else ""
+            saved_too = ", which is saved; continue with --resume" if self.save_dir else ""
             self.say(f"stopped at step {self.step}{saved_too}")
 
     def _saved_step(self) -> int:
@@ -349,7 +356,7 @@ class Trainer:
         raise TrainError(
             f"step {self.step + 1}: the {what} is {value}{where}; the last checkpoint is {kept}. "
             f"{measured.not_finite(self.config)} "
-            "(MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false goes on)"
+            "(MEGATRON_LM_CHECK_FOR_NAN_IN_LOSS_AND_GRAD=false continues)"
         )
 
     def _evaluate(self) -> None:
@@ -371,11 +378,6 @@ class Trainer:
 
 def _listed(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("SHARDWRIGHT_CACHE", str(Path(base) / "shardwright" / "data")))
 
 
 def _on_signals(trainer: Trainer) -> None:

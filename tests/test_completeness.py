@@ -335,7 +335,9 @@ def test_the_trainer_says_what_it_froze(tmp_path: Path, monkeypatch) -> None:
     slots = held.optimizer.slots
     held.optimizer.slots = lambda param: slots(param) if param.requires_grad else []
     monkeypatch.setattr(
-        trainer_save.rng, "capture", lambda: ({"torch": torch.zeros(4, dtype=torch.uint8)}, {})
+        trainer_save.rng,
+        "capture",
+        lambda stream: ({"torch": torch.zeros(4, dtype=torch.uint8)}, {}),
     )
     for weights_only in (False, True):
         saver = Saver(held, weights_only=weights_only)

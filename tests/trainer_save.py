@@ -34,7 +34,10 @@ ERRORS = (CheckpointError, TrainError)
 
 def save(folder: Path, step: int, keep_last: int | None = None, *, wait: bool = True) -> None:
     """Write ``folder/checkpoint-STEP`` and point ``folder/latest`` to it."""
-    rng.capture = lambda: ({"torch": torch.arange(40, dtype=torch.uint8)}, {"python": "[3]"})
+    rng.capture = lambda stream=False: (
+        {"torch": torch.arange(40, dtype=torch.uint8)},
+        {"python": "[3]"},
+    )
     sides = [SideFile("notes.txt", text="of this run\n")]
     state = {"schedule": {"lr": 0.25}, "param_groups": [{"lr": 0.25}], "data": {"cursor": step}}
     saver = Saver(_held(step), keep_last=keep_last)

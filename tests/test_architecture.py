@@ -37,6 +37,7 @@ APART = {
     "train.errors": "errors",
     "train.core.layout": "layout",
     "train.core.from_config": "from_config",
+    "train.model.traits": "traits",
 }
 SEEN_BY_ALL = {"errors", "layout"}
 TRAIN: dict[str, set[str]] = {
@@ -44,10 +45,11 @@ TRAIN: dict[str, set[str]] = {
     "accelerate": {"checkpoint", "config", "core", "data", "doctor", "from_config", "patches"},
     "run": {"checkpoint", "config", "core", "data", "doctor", "from_config"},
     "doctor": {"config", "from_config", "planning"},
-    "planning": set(),
+    "planning": {"traits"},
     "checkpoint": {"core", "patches"},
     "core": {"config", "model", "patches"},
-    "model": {"patches"},
+    "model": {"patches", "traits"},
+    "traits": set(),
     "patches": set(),
     "data": set(),
     "config": set(),

@@ -26,6 +26,7 @@ from train_helpers import (
     load_weights,
     logits,
     micro_batches,
+    overwrite,
     run_step,
 )
 
@@ -408,17 +409,6 @@ def ids(case: Case) -> str:
 
 def first_replicas(ranks: list[dict]) -> list[dict]:
     return [rank for rank in ranks if rank["rank"][2] == 0]
-
-
-def overwrite(file: Path, tensors: Tensors) -> None:
-    """Put other values of the same type and shape into a safetensors file."""
-    data = bytearray(file.read_bytes())
-    start = 8 + int.from_bytes(data[:8], "little")
-    for name, entry in json.loads(data[8:start]).items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            data[start + begin : start + end] = tensors[name].numpy().tobytes()
-    file.write_bytes(data)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -86,6 +86,10 @@ def _build_chunk(
         if said.has(name + ".post_layernorm.weight"):
             for layer in chunk.decoder.layers:
                 _add_post_norm(layer.get_submodule(name), config)
+    if said.traits.residual_factor:
+        for layer in chunk.decoder.layers:
+            for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                _multiply(linear, said.number(said.traits.residual_factor))
     # megatron makes position embeddings on the CPU and in fp32, and expects this call
     chunk.to(device=device, dtype=config.params_dtype)
     if said.rope:
@@ -99,7 +103,8 @@ def _build_chunk(
         _finish_embedding(chunk, said, config, options)
     if chunk.post_process:
         softcap = said.value("final_logit_softcapping")
-        _finish_logits(chunk, model.sizes["vocab"], vocab, softcap)
+        divisor = said.number(said.traits.logits_divisor) if said.traits.logits_divisor else 1.0
+        _finish_logits(chunk, model.sizes["vocab"], vocab, softcap, divisor)
     _zero_padding(chunk, model.sizes["vocab"], place.tp_rank)
     return chunk
 
@@ -174,6 +179,18 @@ def _add_post_norm(linear: torch.nn.Module, config: TransformerConfig) -> None:
     linear.register_forward_hook(apply)
 
 
+def _multiply(linear: torch.nn.Module, factor: float) -> None:
+    """A factor of what a row-parallel layer and its bias give, before the residual is added."""
+
+    def apply(
+        module: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, None]:
+        x, bias = output
+        return (x if bias is None else x + bias) * factor, None
+
+    linear.register_forward_hook(apply)
+
+
 def _set_frequencies(
     chunk: GPTModel, hf: PretrainedConfig, kind: str, device: torch.device
 ) -> None:
@@ -211,16 +228,23 @@ def _finish_embedding(
         # rounded to the weights' type, as the models were trained
         factor = torch.tensor(config.hidden_size**0.5).to(words.weight)
         words.register_forward_hook(lambda module, args, output: output * factor)
+    if said.traits.embedding_factor:
+        times = said.number(said.traits.embedding_factor)
+        words.register_forward_hook(lambda module, args, output: output * times)
 
 
-def _finish_logits(chunk: GPTModel, vocab: int, padded: int, softcap: float | None) -> None:
-    """Logits bounded by tanh where the model does, then minus infinity for padded rows."""
+def _finish_logits(
+    chunk: GPTModel, vocab: int, padded: int, softcap: float | None, divisor: float
+) -> None:
+    """Logits divided or bounded by tanh where the model does; minus infinity for padded rows."""
     rank = chunk.output_layer.tp_group.rank()
 
     def finish(
         module: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, bias = output  # [S, B, V], or all ranks' V when gathered
+        if divisor != 1.0:
+            logits = logits / divisor
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         width = logits.shape[-1]

@@ -60,7 +60,7 @@ def _fusions(said: Said, options: ModelOptions) -> dict[str, object]:
     architecture = _architecture(said)
     swiglu = architecture["activation_func"] is F.silu and architecture["gated_linear_unit"]
     return {
-        "apply_rope_fusion": bool(said.rope),
+        "apply_rope_fusion": bool(said.rope) and not architecture["rotary_interleaved"],
         "bias_activation_fusion": bool(swiglu),
         "cross_entropy_fusion_impl": "te",
         "gradient_accumulation_fusion": True,
@@ -77,6 +77,9 @@ def _architecture(said: Said) -> dict[str, object]:
         scale = scalar**-0.5
     if said.value("scale_attn_weights") is False:
         scale = 1.0
+    if said.traits.attention_factor:
+        scale = said.number(said.traits.attention_factor)
+    rotated = said.value("no_rope_layers") or ()  # 0 for layers without
     return {
         "num_layers": sizes["layer"],
         "hidden_size": sizes["h"],
@@ -93,6 +96,8 @@ def _architecture(said: Said) -> dict[str, object]:
         "gated_linear_unit": "+" in rows[LAYER + "mlp.linear_fc1.weight"].split()[0],
         "activation_func": ACTIVATIONS[said.value(said.traits.activation)],
         "softmax_scale": scale,
+        "rotary_interleaved": said.model.family.function.rotary == "interleaved",
+        "no_rope_freq": None if all(rotated) else [int(not turned) for turned in rotated],
     }
 
 

@@ -44,10 +44,16 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The square of what ReLU gives, which Hugging Face calls relu2."""
+    return F.relu(x).square()
+
+
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "relu": F.relu,
+    "relu2": squared_relu,
     "gelu": F.gelu,
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
@@ -158,5 +164,13 @@ def _inexpressible(said: Said) -> list[str]:
     ]
     kinds = set(said.value("layer_types") or ()) - {"full_attention", "sliding_attention"}
     reasons += [f"layers of the type {kind!r}" for kind in sorted(kinds)]
+    reasons += [
+        f"{key} {value!r}"
+        for key, plain in said.model.family.function.plain.items()
+        if key not in said.traits.factors and (value := said.value(key)) not in plain
+    ]
+    alone = said.traits.mlp_dropout
+    if alone and said.number(alone):
+        reasons.append(f"{alone}, which this family has after the MLP alone")
     reasons += [f"the tensor {row}" for row in said.rows if not _BUILDABLE.fullmatch(row)]
     return reasons

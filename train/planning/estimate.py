@@ -24,6 +24,7 @@ from shardwright.ckpt.model.family import Model, build_mesh
 from shardwright.ckpt.model.mesh import named_axes
 from shardwright.ckpt.model.placement import Placement, padded_vocab
 
+from ..model.traits import FAMILIES
 from .hardware import GIB, GPU, PCIE
 from .pipeline import bubble_share
 
@@ -163,7 +164,14 @@ def shape_of(model: Model, name: str) -> Shape:
     if any(rule.mesh for rule in model.rules()):
         raise CheckpointError(f"{name}: models with experts ({model.family.name}) are not planned")
     f = rows[LAYER + "mlp.linear_fc2.weight"].split()[1]
-    drop = model.config.get("resid_pdrop", 0.1 if model.family.name == "gpt2" else 0.0)
+    traits = FAMILIES.get(model.family.name)
+    if traits is None:
+        raise CheckpointError(
+            f"{name}: layouts are planned for the trainer, which does not compute the family "
+            f"{model.family.name} (it computes {', '.join(sorted(FAMILIES))})"
+        )
+    default = 0.1 if model.family.name in ("gpt2", "seed_oss") else 0.0  # of their config classes
+    drop = model.config.get(traits.hidden_dropout, default)
     return Shape(
         name, s["layer"], s["h"], s["q"], s["k"], s["n"], s[f],
         gated="+" in rows[LAYER + "mlp.linear_fc1.weight"].split()[0],

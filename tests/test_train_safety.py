@@ -575,8 +575,8 @@ def test_without_a_terminal_steps_are_lines_of_a_log(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "\r" not in said
     lines = said.splitlines()
-    assert lines[0] == "step 3/40: loss 3.0, lr 1e-4, 111 s left"
-    assert lines[-1] == "step 40/40: loss 40.0, lr 1e-4, 0 s left"
+    assert lines[0] == "step 3/40: loss=3.0, lr=1e-4, 111 s left"
+    assert lines[-1] == "step 40/40: loss=40.0, lr=1e-4, 0 s left"
     steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines]
     assert steps == [3, *range(7, 40, 4), 40]
 

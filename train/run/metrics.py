@@ -152,7 +152,7 @@ class _Lines:
             return
         self.said = now
         left = (now - self.start) / (step - self.first + 1) * (self.steps - step)
-        values = ", ".join(f"{name} {value}" for name, value in shown.items())
+        values = ", ".join(f"{name}={value}" for name, value in shown.items())
         say(f"step {step}/{self.steps}: {values}, {left:.0f} s left")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import hub
 from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
 from .formats import Format, foreign, formats
@@ -34,7 +35,7 @@ def read_checkpoint(path: Where, options: ReadOptions | None = None) -> Checkpoi
     options = options or ReadOptions()
     if options.vocab_size is not None and options.vocab_size < 1:
         raise CheckpointError(f"--vocab-size {options.vocab_size}: must be at least 1")
-    where = follow(path, options.iteration)
+    where = follow(path, options.iteration, download=options.download)
     _check_finished(where)
     if pointers := foreign.lfs_pointers(where):
         raise CheckpointError(f"{where}: {pointers}")
@@ -95,14 +96,16 @@ def _check_finished(path: StoragePath) -> None:
         )
 
 
-def follow(path: Where, iteration: int | None = None) -> StoragePath:
+def follow(path: Where, iteration: int | None = None, *, download: bool = False) -> StoragePath:
     """``path`` resolved; for a save folder, the checkpoint that its ``latest`` names.
 
-    ``iteration`` picks another one of a save folder's ``checkpoint-N``.
+    ``iteration`` picks another one of a save folder's ``checkpoint-N``. What is no path may be the
+    name of a model of the Hugging Face hub: then its snapshot in the cache, which ``download``
+    fetches.
     """
     where = storage_path(path)
-    if not where.exists():
-        raise CheckpointError(f"{str(path)!r}: {foreign.what_is_absent(str(path))}")
+    if where.storage is LOCAL and not where.exists():
+        where = storage_path(hub.local_path(str(path), download=download))
     real = where.real()
     if real.is_file() and not real.suffix:  # Hugging Face's cache: a link's name tells the type
         real = where.parent.real() / where.name

@@ -173,14 +173,11 @@ def test_iterations_of_megatron_are_found_without_a_tracker_and_inside_each_othe
 # --- names that are no paths --------------------------------------------------------------------
 
 
-def test_a_hub_name_says_how_it_is_fetched_or_where_it_is(tmp_path, monkeypatch):
+def test_a_hub_name_says_how_it_is_fetched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     said = refusal("org/tiny-model")
-    assert "hf download org/tiny-model --local-dir tiny-model" in said
-    snapshot = tmp_path / "hub/models--org--tiny-model/snapshots/abc"
-    snapshot.mkdir(parents=True)
-    assert str(snapshot) in refusal("org/tiny-model")
+    assert "fetch it with --download, or with: hf download org/tiny-model" in said
+    assert "hf download org/tiny-model --revision v1" in refusal("org/tiny-model@v1")
     assert "hf download" not in refusal("a/b/c")
     assert "hf download" not in refusal(tmp_path / "absent")
 

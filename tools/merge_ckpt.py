@@ -38,6 +38,10 @@ def parser(prog: str = "merge-ckpt") -> argparse.ArgumentParser:
         "--from-master", action="store_true", help="export the optimizer's fp32 master weights"
     )
     options.add_verify(made)
+    made.add_argument(
+        "--push-to-hub", metavar="REPO", help="upload the result to the Hugging Face hub, with the "
+        "stub of a model card (a new repository is private)",
+    )  # fmt: skip
     options.add_reading(made)
     options.add_running(made)
     return made
@@ -48,12 +52,16 @@ def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
     made = parser(prog)
     args = made.parse_args(argv)
     options.check_verify(args, made)
+    if args.push_to_hub and args.dry_run:
+        made.error("--push-to-hub uploads what was written; --dry-run writes nothing")
     source = options.checkpoint_of(args, made)
-    from shardwright.ckpt import merge
+    from shardwright.ckpt import hub, merge
     from shardwright.ckpt.move.progress import parse_bytes
 
     size = parse_bytes(args.max_shard_size) if args.max_shard_size else None
     read, run = options.read_options(args), options.run_options(args)
+    if args.push_to_hub:
+        hub.check_push(args.push_to_hub)
     report = merge(
         source,
         args.output,
@@ -67,12 +75,17 @@ def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
     )
     if not args.quiet:
         options.say(*report.lines())
-    if not args.verify:
-        return options.DONE
-    from shardwright.ckpt.convert import verify_output
+    code = options.DONE
+    if args.verify:
+        from shardwright.ckpt.convert import verify_output
 
-    verdict = verify_output(source, report.output, args.dtype, args.from_master, read, run)
-    return options.say_verified(verdict, args.quiet)
+        verdict = verify_output(source, report.output, args.dtype, args.from_master, read, run)
+        code = options.say_verified(verdict, args.quiet)
+    if args.push_to_hub and code == options.DONE:
+        address = hub.push(report.output, args.push_to_hub, report.output.name)
+        if not args.quiet:
+            options.say(f"uploaded to {address}")
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

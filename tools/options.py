@@ -122,7 +122,11 @@ def unknown_command(prog: str, word: str, known: Iterable[str]) -> int:
 
 def add_checkpoint(made: argparse.ArgumentParser) -> None:
     """Add DIR, --checkpoint-dir and its other names; the default is the current folder."""
-    made.add_argument("checkpoint", nargs="?", metavar="DIR", help="the checkpoint, any format")
+    made.add_argument(
+        "checkpoint", nargs="?", metavar="DIR",
+        help="the checkpoint, any format; or a model of the Hugging Face hub that is in its cache, "
+        "e.g. meta-llama/Llama-3.1-8B or NAME@REVISION",
+    )  # fmt: skip
     made.add_argument(
         "--checkpoint-dir",
         "--load-dir",
@@ -130,6 +134,9 @@ def add_checkpoint(made: argparse.ArgumentParser) -> None:
         dest="checkpoint_dir",
         metavar="DIR",
         help="the same; default: the current folder if it is a checkpoint",
+    )
+    made.add_argument(
+        "--download", action="store_true", help="fetch a model of the hub that the cache lacks"
     )
 
 
@@ -305,6 +312,7 @@ def _options_of(args: argparse.Namespace, side: str) -> ReadOptions:
         trust=frozenset(trust),
         copy_all=getattr(args, "copy_all", False),
         follow_links=getattr(args, "follow_links", False),
+        download=args.download,
         drop_vision=drop_vision,
         dequantize=dequantize,
     )

@@ -35,6 +35,7 @@ class ReadOptions:
     trust: frozenset[str] = frozenset()
     copy_all: bool = False  # also copy training state and other weights
     follow_links: bool = False  # also copy side files that are links out
+    download: bool = False  # fetch a model of the hub that the cache lacks
     drop_vision: bool = False  # take the language model of a model that also sees or hears
     dequantize: bool = False  # read block-scaled 8-bit floats and MXFP4 as bfloat16
 

@@ -6,13 +6,12 @@ It looks at names only, and at one small file that may name a base model.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
 from ..checkpoint.json_io import load_json
 from ..errors import CheckpointError
-from ..move.storage import StoragePath, storage_path
+from ..move.storage import StoragePath
 
 # rank files of DeepSpeed, and of GPT-NeoX, which trains with it
 _DEEPSPEED = re.compile(
@@ -177,27 +176,3 @@ def lfs_pointers(path: StoragePath) -> str:
         f"{', '.join(found[:5])}: a Git LFS pointer in place of the file, {len(found)} in all; "
         f"fetch the files with: git -C {folder} lfs pull"
     )
-
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # as in meta-llama/Llama-3.2-1B
-
-
-def what_is_absent(text: str) -> str:
-    """What to say about a path that does not exist: it may be a model's name on the hub."""
-    if not _HUB_NAME.fullmatch(text):
-        return "there is no such file or folder"
-    if found := _hub_cache(text):
-        return f"there is no such folder here; Hugging Face's cache has the model: {found[-1]}"
-    name = text.split("/")[1]
-    return (
-        "there is no such file or folder; if it is a model of the Hugging Face hub, fetch it with: "
-        f"hf download {text} --local-dir {name}"
-    )
-
-
-def _hub_cache(name: str) -> list[StoragePath]:
-    """The snapshots of a model in Hugging Face's cache."""
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    root = storage_path(os.environ.get("HF_HUB_CACHE", f"{home}/hub"))
-    folder = root / f"models--{name.replace('/', '--')}" / "snapshots"
-    return [child for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []

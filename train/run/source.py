@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwright.ckpt.checkpoint.config import load_model, model_from
 from shardwright.ckpt.checkpoint.types import ReadOptions
 from shardwright.ckpt.errors import CheckpointError
+from shardwright.ckpt.hub import model_path
 from shardwright.ckpt.model.family import Model
 from shardwright.ckpt.reader import follow, is_checkpoint, read_checkpoint
 
@@ -60,12 +61,12 @@ def find_source(config: TrainConfig) -> Source:
             return Source(where, where, where, resumes=True, described=_described(where))
         return Source(model, where, where, resumes=True)
     assert config.model.path is not None
-    folder = Path(config.model.path).expanduser()
+    folder = model_path(config.model.path)
     if folder.is_dir() and describes_itself(folder):
         where = Path(follow(folder))
         return Source(where, where, where, resumes=False, described=_described(where))
     path = _config_file(config.model.path)
-    if not Path(config.model.path).expanduser().is_dir():
+    if not folder.is_dir():
         return Source(path, None, None, resumes=False)  # a config alone: random weights, bytes
     has_weights = is_checkpoint(path.parent)
     return Source(path, path.parent, path.parent if has_weights else None, resumes=False)
@@ -83,7 +84,7 @@ def _described(where: Path) -> str:
 
 
 def _config_file(text: str) -> Path:
-    path = Path(text).expanduser()
+    path = model_path(text)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise TrainError(f"--model {text}: there is no {file}")

@@ -19,8 +19,6 @@ def incomplete_states(ckpt: Checkpoint) -> tuple[list[str], list[str]]:
     files do not record which weights the run trained.
     """
     weights, held = _held(ckpt)
-    buffers = buffers_of(ckpt.model) if ckpt.model is not None else ()
-    weights = [f for f in weights if f not in buffers]
     moments = set().union(*(have for state, have in held.items() if state != "master"))
     faults = []
     for state, other in (_PAIR, _PAIR[::-1]):
@@ -63,7 +61,8 @@ def frozen_faults(ckpt: Checkpoint) -> list[str]:
 
 
 def _held(ckpt: Checkpoint) -> tuple[list[str], dict[str, set[str]]]:
-    """The weights, and for each optimizer state the weights that have it."""
+    """The trained weights, and for each optimizer state the weights that have it."""
     names = [f for f in ckpt.manifest.tensors if not is_padding(f)]
     held = {s: {f[len(s) + 1 :] for f in names if category_of(f) == s} for s in STATES}
-    return [f for f in names if category_of(f) == ""], held
+    buffers = buffers_of(ckpt.model) if ckpt.model is not None else ()
+    return [f for f in names if category_of(f) == "" and f not in buffers], held

@@ -429,7 +429,9 @@ def test_one_suffix_counts_stages_where_args_or_the_contents_say_so(tmp_path: Pa
              for e in range(2)}  # fmt: skip
     for name, args in (("b", silent), ("c", _args(1, 1))):
         root = _save(tmp_path / name, alike, args)
-        with pytest.raises(CheckpointError, match="expert-parallel rank; experts cannot be read"):
+        with pytest.raises(
+            CheckpointError, match="expert-parallel rank, and the model has no experts"
+        ):
             read_checkpoint(root)
 
 
@@ -535,8 +537,9 @@ def test_a_fault_is_named(tmp_path: Path, change: Callable[[Path], None], says: 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"num_experts": 8}, "num_experts=8; experts cannot be read yet"),
-        ({"multi_latent_attention": True}, "multi_latent_attention=True.*--config"),
+        ({"num_experts": 8}, r"layers.0.mlp.experts.local_experts.0.linear_fc1.weight: missing"),
+        ({"multi_latent_attention": True}, "multi_latent_attention=True and kv_lora_rank None"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable'.*--config"),
         ({"normalization": "LayerNorm"}, "rotary positions without RMSNorm and SwiGLU"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
         ({"padded_vocab_size": 64}, "padded_vocab_size 64, its files hold 32 rows on 2 ranks"),

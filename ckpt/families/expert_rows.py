@@ -22,8 +22,8 @@ EXPERT_COLUMN: Axes = {"tp": Shard(0), **_SPREAD}
 EXPERT_ROW: Axes = {"tp": Shard(1), **_SPREAD}
 
 # gate and up of an expert, of the shared experts together; each family adds what it calls them
-EXPERT_SIZES = {"xup": "xgate"}
-SHARED_SIZES = {"sup": "sgate"}
+EXPERT_SIZES = {"xup": "xgate|0"}
+SHARED_SIZES = {"sup": "sgate|0"}
 
 
 def experts(

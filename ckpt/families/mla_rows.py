@@ -26,8 +26,8 @@ MLA_SIZES = {
     "ql": "q_lora_rank|0",
     "kl": "kv_lora_rank",
     "kd": "kl+dr",
-    "q": "dn+dr*n",
-    "kv": "dn+dv*n",
+    "mq": "dn+dr*n",
+    "mkv": "dn+dv*n",
     "av": "n*dv",
 }
 _A = M + "self_attn."
@@ -41,17 +41,17 @@ def latent_attention() -> tuple[Rule, ...]:
     return (
         Rule(_S + "linear_proj.weight", "h av", (Part(_A + "o_proj.weight", "h av"),), ROW),
         Rule(
-            _S + "linear_q_proj.weight", "q h", (Part(_A + "q_proj.weight", "q h"),), COLUMN,
+            _S + "linear_q_proj.weight", "mq h", (Part(_A + "q_proj.weight", "mq h"),), COLUMN,
             when=plain, checks=_HEADS,
         ),
         *_down("linear_q_down_proj.weight", "ql h", "q_a_proj.weight", low),
         Rule(
-            _S + "linear_q_up_proj.weight", "q ql", (Part(_A + "q_b_proj.weight", "q ql"),),
+            _S + "linear_q_up_proj.weight", "mq ql", (Part(_A + "q_b_proj.weight", "mq ql"),),
             COLUMN, when=low, checks=_HEADS,
         ),
         *_down("linear_kv_down_proj.weight", "kd h", "kv_a_proj_with_mqa.weight", ()),
         Rule(
-            _S + "linear_kv_up_proj.weight", "kv kl", (Part(_A + "kv_b_proj.weight", "kv kl"),),
+            _S + "linear_kv_up_proj.weight", "mkv kl", (Part(_A + "kv_b_proj.weight", "mkv kl"),),
             COLUMN, checks=_HEADS,
         ),
         norm("self_attention.q_layernorm.weight", _A + "q_a_layernorm.weight", "ql", low),

@@ -44,17 +44,19 @@ class ChunkBuilder:
         dtype: str,
         span: Span | None = None,
         name: str = "",
+        steps: tuple[int, ...] | None = None,
     ) -> None:
         """Add a stored tensor, or ``span`` of it; its first element in the file is at
         ``offset_bytes``.
 
-        ``state`` is "" for a weight; ``name`` is what the file calls it, for messages.
+        ``state`` is "" for a weight; ``name`` is what the file calls it, for messages; ``steps``
+        are its strides in elements if it is not row-major.
         """
         size = ITEMSIZE[dtype]
         pieces = placed.pieces if span is None else placed.clip(*span)
         base = offset_bytes - (0 if span is None else span[0]) * size
         for piece in pieces:
-            offset, strides = placed.bytes_at(piece, base, size)
+            offset, strides = placed.bytes_at(piece, base, size, steps)
             view = View(file, offset, piece.box.sizes, strides, dtype)
             self.add_box(state, piece, view, name or placed.name)
 
@@ -76,6 +78,17 @@ class ChunkBuilder:
             return False
         self.add(state, placed, file, entry.offset_bytes, entry.dtype, span, entry.name)
         return True
+
+    def add_strided(self, state: str, placed: Placed, entry: Entry, file: str) -> None:
+        """Add a stored tensor that lies in a file's tensor in another order of dims."""
+        if entry.shape != placed.shape:
+            self.faults.append(
+                f"{file}: {entry.name}: experts of shape {list(entry.shape)}, this rank of the "
+                f"mesh needs {list(placed.shape)}"
+            )
+            return
+        at, steps = entry.offset_bytes, entry.strides
+        self.add(state, placed, file, at, entry.dtype, name=entry.name, steps=steps)
 
     def add_box(self, state: str, piece: Piece, place: View | DeferredView, name: str) -> None:
         """One box of a logical tensor; ``name`` is the stored tensor's, for messages."""

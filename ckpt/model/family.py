@@ -299,6 +299,8 @@ def with_tensors(model: Model, names: Iterable[str], *, stored: bool = False) ->
             wanted -= {rule.name for rule in rules if flag not in rule.when}
         if any(_shape_of_name(name) in have for name in wanted):
             flags.add(flag)
+    if stored and any(MTP_LAYER in flag for flag in flags):
+        flags |= {HAS + template for template in model.family.copies}  # as the hub's files
     return replace(model, flags=frozenset(flags))
 
 

@@ -57,6 +57,7 @@ class Placed:
     geometry: tuple[Piece, ...]  # they tile the stored tensor; names with placeholders
     numbers: tuple[tuple[str, int], ...] = ()  # placeholder -> its value
     stage: int = 0  # virtual stage of its rank
+    trained: bool = True  # a buffer is not
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -69,12 +70,14 @@ class Placed:
         numbers = dict(self.numbers)
         return tuple(fill(name, numbers) for name in dict.fromkeys(p.fqn for p in self.geometry))
 
-    def bytes_at(self, piece: Piece, base: int, itemsize: int) -> tuple[int, tuple[int, ...]]:
+    def bytes_at(
+        self, piece: Piece, base: int, itemsize: int, steps: tuple[int, ...] | None = None
+    ) -> tuple[int, tuple[int, ...]]:
         """Byte offset of a piece's first element, and its strides in logical dim order.
 
-        ``base`` is the byte offset of the stored tensor, which is row-major.
+        ``base`` is the byte offset of the stored tensor, which is row-major without ``steps``.
         """
-        steps = row_major(self.shape)
+        steps = steps or row_major(self.shape)
         first = sum(o * s for o, s in zip(piece.stored.offsets, steps, strict=True))
         return base + first * itemsize, tuple(0 if dim < 0 else steps[dim] for dim in piece.dims)
 
@@ -172,7 +175,8 @@ def place(
                 named[owned] = list(_names(rule, scope, mesh, ranks, stage, layers))
             if same not in made:
                 shape, pieces = geometries[shared]
-                made[same] = [Placed(n, shape, pieces, at, v) for n, at, v in named[owned]]
+                trained = not rule.buffer
+                made[same] = [Placed(n, shape, pieces, at, v, trained) for n, at, v in named[owned]]
             rows.extend(made[same])
     return placed
 
@@ -510,10 +514,16 @@ class Placement:
         return cls(model, mesh, rules, padded, shapes, placed)
 
     @classmethod
-    def written(cls, model: Model, mesh: Mesh, vocab_multiple: int) -> Placement:
+    def written(
+        cls,
+        model: Model,
+        mesh: Mesh,
+        vocab_multiple: int,
+        variant: frozenset[str] = frozenset({WHOLE_DOWN}),
+    ) -> Placement:
         """In the packing that this tool writes, rows padded to a multiple of this times tp."""
         padded = padded_vocab(model.sizes["vocab"], vocab_multiple, mesh.size("tp"))
-        return cls.of(model, mesh, default_layout(model.family), padded)
+        return cls.of(model, mesh, default_layout(model.family), padded, variant)
 
     @staticmethod
     def way_on(model: Model, mesh: Mesh) -> str:

@@ -17,10 +17,9 @@ from ...containers import pickles
 from ...errors import CheckpointError
 from ...model.family import Model
 from ...move.storage import StoragePath
-from . import known_args
+from . import expert_args, known_args
 from .classic.files import HUGGINGFACE
 
-_LATER = {"num_experts": "experts"}
 # expressed by families that args alone do not tell apart: with --config
 _NO_FAMILY: Mapping[str, tuple[object, ...]] = {
     "apply_layernorm_1p": (None, False),
@@ -125,6 +124,7 @@ def contradicted(model: Model, args: Mapping[str, object]) -> dict[str, tuple[st
     """arg -> (what it is, its value, the config's), where args and a model's config differ."""
     wanted: Settings = dict(settings(model.config, model))
     wanted |= {name: model.sizes[symbol] for symbol, name in SIZES.items() if symbol in model.sizes}
+    wanted |= expert_args.sizes_of(model)
     said = says(args)
     found = contradictions({what: value for what, (_, value) in said.items()}, wanted)
     return {said[what][0]: (what, *values) for what, values in found.items()}
@@ -154,6 +154,9 @@ def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
     if type(heads) is int:
         say("key and value heads", "num_query_groups", _groups(args, heads))
     say("head size", "kv_channels", args.get("kv_channels"))
+    found |= expert_args.says(args)
+    if expert_args.is_latent(args):
+        del found["key and value heads"], found["head size"]
     for name in ("layernorm_epsilon", "norm_epsilon"):  # the second is what old versions take
         say("norm epsilon", name, args.get(name))
     for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):
@@ -229,14 +232,14 @@ def config_from_args(args: Mapping[str, object], origin: str) -> dict[str, objec
     for key, plain in {**known_args.PLAIN, **_NO_FAMILY}.items():
         if args.get(key) not in plain:
             value = shown(args[key])
-            what = _LATER.get(key, f"a model with {key}={value}")
             raise CheckpointError(
-                f"{origin}: args say {key}={value}; {what} cannot be read yet; known are "
-                "Llama, Mistral, Qwen2, Qwen3 and GPT-2 (--config HF_DIR names a config)"
+                f"{origin}: args say {key}={value}, which no family here has; known are Llama, "
+                "Mistral, Qwen2, Qwen3 and GPT-2, and models with experts, latent attention or MTP "
+                "layers (--config HF_DIR names a config)"
             )
     if _position(args) == "learned_absolute":
         return _gpt2(args, origin)
-    return _llama(args, origin)
+    return expert_args.config_of(args, _llama(args, origin), origin)
 
 
 def _position(args: Mapping[str, object]) -> object:

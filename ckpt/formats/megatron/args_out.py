@@ -18,7 +18,7 @@ from ...errors import CheckpointError
 from ...model.dtypes import TO_TORCH
 from ...model.family import Model
 from ...model.mesh import Mesh
-from . import pipeline
+from . import expert_args, pipeline
 from .args import LLAMA3, contradicted, says, shown
 from .args_codec import decode
 
@@ -85,9 +85,9 @@ def args_for(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         transformer_pipeline_model_parallel_size=pp,
-        **pipeline.written(mesh, model.sizes["layer"]),
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=tp,
+        **pipeline.written(mesh, model.sizes["layer"], expert_args.mtp_layers(model)),
+        expert_model_parallel_size=1 if mesh.experts is None else mesh.experts.size("ep"),
+        expert_tensor_parallel_size=tp if mesh.experts is None else mesh.experts.size("tp"),
         data_parallel_size=dp,
         world_size=tp * pp * dp,
         padded_vocab_size=padded_vocab,
@@ -230,6 +230,8 @@ def _tensors_unsaid(model: Model, args: Mapping[str, object]) -> list[str]:
         wanted.add("linear_qkv.bias")
     if args["qk_layernorm"]:
         wanted |= {"q_layernorm.weight", "k_layernorm.weight"}
+    added, absent = expert_args.tensors_of(args)
+    wanted = (wanted - absent) | added
     wanted |= {"word_embeddings.weight"} | ({"position_embeddings.weight"} if learned else set())
     have = {".".join(name.split(".")[-2:]) for name in _stored_names(model)}
     have.discard("output_layer.weight")  # tied on several stages, where it repeats the embedding
@@ -252,7 +254,8 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
 
     learned, gated = "pos" in sizes, "gate" in sizes
     without = "none" if wanted.get("alibi") is True else ""  # of positions in the embedding
-    ffn = sizes["gate"] if gated else sizes["f"]
+    gated = gated or "xgate" in sizes
+    ffn = sizes.get("gate", sizes.get("xgate", sizes.get("f")))
     bias = any(name.endswith("mlp.linear_fc1.bias") for name in names)
     # megatron-core's GELU is the exact one, and tanh's approximation where it is fused with a bias;
     # --openai-gelu counts for the models from before it alone
@@ -292,6 +295,7 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
         "vocab_size": sizes["vocab"],
         **_OF_A_NEW_RUN,
+        **expert_args.args_of(model),
     }
     if (resting := wanted["layers without positions"]) is not None:
         assert isinstance(resting, list)

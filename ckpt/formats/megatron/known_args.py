@@ -22,6 +22,13 @@ _EXPRESSED = """
     disable_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights
     squared_relu rotary_interleaved no_rope_freq window_size attention_dropout init_method_std
     params_dtype bf16 fp16
+    num_experts num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk
+    moe_router_score_function moe_router_pre_softmax moe_router_enable_expert_bias
+    moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_grouped_gemm
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    mtp_num_layers rope_type rotary_scaling_factor original_max_position_embeddings beta_fast
+    beta_slow mscale mscale_all_dim
 """
 EXPRESSED = frozenset(_EXPRESSED.split())
 # Those of them that are numbers.
@@ -35,10 +42,6 @@ NUMBERS = tuple(_NUMBERS.split())
 
 # Args that change the function into one that no family here has: name -> values that do not.
 PLAIN: Mapping[str, tuple[object, ...]] = {
-    "num_experts": (None, 0, 1),
-    "num_moe_experts": (None, 0, 1),
-    "multi_latent_attention": (None, False),
-    "mtp_num_layers": (None, 0),
     "attention_output_gate": (None, False),
     "quick_geglu": (None, False),
     "glu_linear_offset": (None, 0.0),
@@ -72,8 +75,8 @@ _HARMLESS = """
     apply_query_key_layer_scaling apply_rope_fusion apply_wd_to_qk_layernorm async_save
     async_tensor_model_parallel_allreduce attention_backend attention_softmax_in_fp32
     auto_detect_ckpt_format autocast_dtype barrier_with_L1_time batch_invariant_mode
-    batch_p2p_comm batch_p2p_sync bert_binary_head bert_embedder_type bert_load beta_fast
-    beta_slow bias_activation_fusion bias_dropout_fusion bias_swiglu_fusion
+    batch_p2p_comm batch_p2p_sync bert_binary_head bert_embedder_type bert_load
+    bias_activation_fusion bias_dropout_fusion bias_swiglu_fusion
     biencoder_projection_dim biencoder_shared_query_context_model blendable_index_path
     block_data_path cache_mla_latents calc_ft_timeouts calculate_per_token_loss
     check_for_large_grads check_for_nan_in_loss_and_grad check_for_spiky_loss
@@ -154,7 +157,7 @@ _HARMLESS = """
     inprocess_monitor_thread_interval inprocess_progress_watchdog_interval inprocess_restart
     inprocess_soft_timeout inprocess_termination_grace_time iter_per_epoch iteration
     iterations_to_skip keep_fp8_transpose_cache keep_fp8_transpose_cache_when_using_custom_fsdp
-    kitchen_attention_backend kitchen_config_file kitchen_recipe_number kv_lora_rank
+    kitchen_attention_backend kitchen_config_file kitchen_recipe_number
     langrl_env_config langrl_external_server langrl_inference_server_conversation_template
     langrl_inference_server_type lazy_mpu_init legacy_tokenizer linear_conv_kernel_dim
     linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim load
@@ -173,18 +176,18 @@ _HARMLESS = """
     min_loss_scale min_lr min_offloaded_tensor_size mlp_chunks_for_prefill mmap_bin_files
     mock_data model_parallel_size model_type modelopt_enabled moe_apply_probs_on_input
     moe_aux_loss_coeff moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay
-    moe_expert_capacity_factor moe_extended_tp moe_ffn_hidden_size moe_flex_dispatcher_backend
-    moe_grouped_gemm moe_hybridep_num_sms moe_input_jitter_eps moe_latent_size moe_layer_freq
+    moe_expert_capacity_factor moe_extended_tp moe_flex_dispatcher_backend
+    moe_hybridep_num_sms moe_input_jitter_eps moe_latent_size
     moe_layer_recompute moe_pad_expert_input_to_capacity
     moe_pad_experts_for_cuda_graph_inference moe_per_layer_logging moe_permute_fusion
-    moe_router_bias_update_rate moe_router_dtype moe_router_enable_expert_bias
-    moe_router_force_load_balancing moe_router_fusion moe_router_group_topk
-    moe_router_load_balancing_type moe_router_num_groups moe_router_padding_for_fp8
-    moe_router_padding_for_quantization moe_router_pre_softmax moe_router_score_function
-    moe_router_topk moe_router_topk_limited_devices moe_router_topk_scaling_factor
-    moe_shared_expert_gate moe_shared_expert_intermediate_size moe_shared_expert_overlap
+    moe_router_bias_update_rate moe_router_dtype
+    moe_router_force_load_balancing moe_router_fusion
+    moe_router_load_balancing_type moe_router_padding_for_fp8
+    moe_router_padding_for_quantization
+    moe_router_topk_limited_devices
+    moe_shared_expert_overlap
     moe_token_dispatcher_type moe_token_drop_policy moe_token_dropping moe_upcycling_granularity
-    moe_use_legacy_grouped_gemm moe_use_upcycling moe_z_loss_coeff mscale mscale_all_dim
+    moe_use_legacy_grouped_gemm moe_use_upcycling moe_z_loss_coeff
     mtp_loss_scaling_factor mtp_standalone multiple_validation_sets muon_extra_scale_factor
     muon_fp32_matmul_prec muon_momentum muon_num_ns_steps muon_scale_mode muon_split_qkv
     muon_tp_mode muon_use_nesterov nccl_all_reduce_for_prefill nccl_communicator_config_path
@@ -198,7 +201,7 @@ _HARMLESS = """
     num_microbatches_with_partial_activation_checkpoints num_virtual_stages_per_pipeline_rank
     num_workers object_storage_cache_path offload_modules one_logger_async one_logger_project
     one_logger_run_name onnx_safe optimizer optimizer_cpu_offload optimizer_offload_fraction
-    original_max_position_embeddings outer_dp_sharding_strategy output_bert_embeddings
+    outer_dp_sharding_strategy output_bert_embeddings
     output_layer_init_method overlap_cpu_optimizer_d2h_h2d overlap_grad_reduce
     overlap_moe_expert_parallel_comm overlap_p2p_comm overlap_p2p_comm_warmup_flush
     overlap_param_gather overlap_param_gather_with_optimizer_step override_opt_param_scheduler
@@ -207,8 +210,8 @@ _HARMLESS = """
     phase_transition_iterations pin_cpu_grads pin_cpu_params pipeline_dtype
     pipeline_model_parallel_comm_backend pipeline_model_parallel_layout
     pipeline_model_parallel_size pipeline_model_parallel_split_rank pretrained_checkpoint
-    profile profile_ranks profile_step_end profile_step_start q_lora_rank qk_clip qk_clip_alpha
-    qk_clip_threshold qk_head_dim qk_pos_emb_head_dim quant_recipe query_in_block_prob
+    profile profile_ranks profile_step_end profile_step_start qk_clip qk_clip_alpha
+    qk_clip_threshold quant_recipe query_in_block_prob
     rampup_batch_size rank recompute_granularity recompute_method recompute_modules
     recompute_num_layers record_memory_history refit_method relative_attention_max_distance
     relative_attention_num_buckets replication replication_factor replication_jump rerun_mode
@@ -226,7 +229,7 @@ _HARMLESS = """
     rl_parallel_generation_tasks rl_partial_rollouts rl_prompts_per_eval
     rl_remove_kv_cache_during_training rl_reset_cuda_graphs rl_sequence_packing_algo
     rl_sequence_packing_max_sequences_per_bin rl_skip_bos_token rl_training_cuda_graphs
-    rl_use_sequence_packing rl_verify_model_weights_swap rope_type rotary_scaling_factor
+    rl_use_sequence_packing rl_verify_model_weights_swap
     run_workload_inspector_server sample_rate save save_dgrads_interval save_interval
     save_retain_interval save_wgrads_interval scatter_gather_tensors_in_pipeline seed
     sequence_parallel sft sft_tokenizer_prompt_format sgd_momentum sharp_enabled_group
@@ -252,7 +255,7 @@ _HARMLESS = """
     use_mp_args_from_checkpoint_args use_one_sent_docs use_persistent_ckpt_worker
     use_precision_aware_optimizer use_pytorch_profiler use_ring_exchange_p2p use_sharp
     use_te_activation_func use_te_rng_tracker use_tokenizer_model_from_checkpoint_args
-    use_torch_fsdp2 use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping v_head_dim
+    use_torch_fsdp2 use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping
     valid_data_path variable_seq_lengths virtual_pipeline_model_parallel_size
     vision_backbone_type vision_pretraining vision_pretraining_type vocab_extra_ids vocab_file
     vocab_size wandb_entity wandb_exp_name wandb_project wandb_save_dir weight_decay

@@ -8,6 +8,7 @@ is the order of the ``model`` dict.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,13 @@ class Param:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a stored tensor is one of an expert; with ep above 1 these have an optimizer of
+    their own.
+    """
+    return ".mlp.experts." in name
 
 
 # --- groups ------------------------------------------------------------------------------------
@@ -179,27 +187,55 @@ _IN_LAYER = (  # of the local spec; TransformerEngine fuses norms into the layer
     "input_layernorm",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
     "self_attention.q_layernorm",
+    "self_attention.kv_layernorm",
     "self_attention.k_layernorm",
     "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.shared_experts",
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
 _FUSED_LAYER = (_IN_LAYER[1], _IN_LAYER[0], *_IN_LAYER[2:])
+_IN_MTP = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
 _OUTER = ("embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers",
-          "decoder.final_layernorm", "output_layer")  # fmt: skip
+          "decoder.final_layernorm", "mtp.layers", "output_layer")  # fmt: skip
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(\d)")
+_MTP_INNER = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)")
 
 
-def registration_key(name: str, fused: bool = False) -> tuple[int, int, int, int]:
+def registration_key(name: str, fused: bool = False) -> tuple[int, ...]:
     """Sorts our names in the order in which megatron-core's GPTModel registers parameters.
 
     ``fused``: with TransformerEngine's layers. Source: megatron.core.models.gpt.
     """
     outer = next((i for i, head in enumerate(_OUTER) if name.startswith(head + ".")), len(_OUTER))
-    kind = int(name.endswith(".bias"))
+    kind = int(name.endswith((".bias", ".expert_bias")))
+    mtp = _MTP_INNER.fullmatch(name)
+    if mtp:
+        within = "transformer_layer" if mtp[2] else mtp[3].partition(".")[0]
+        at = _IN_MTP.index(within) if within in _IN_MTP else len(_IN_MTP)
+        inner = _layer_key(mtp[3], fused) if mtp[2] else (0, 0, 0)
+        return outer, int(mtp[1]), at, *inner, kind
     if not name.startswith("decoder.layers."):
-        return outer, 0, 0, kind
+        return outer, 0, 0, 0, 0, 0, kind
     number, _, rest = name.removeprefix("decoder.layers.").partition(".")
+    return outer, int(number), 0, *_layer_key(rest, fused), kind
+
+
+def _layer_key(rest: str, fused: bool) -> tuple[int, int, int]:
+    """The place of a tensor in its layer; of experts, their number and linear layer."""
     inner = rest.rpartition(".")[0]
     order = _FUSED_LAYER if fused else _IN_LAYER
-    return outer, int(number), order.index(inner) if inner in order else len(order), kind
+    expert = _EXPERT.match(rest)
+    if expert:
+        return order.index("mlp.experts"), int(expert[1]), int(expert[2])
+    return order.index(inner) if inner in order else len(order), 0, 0

@@ -23,13 +23,16 @@ from ...model.file_layout import Entry
 from ...model.manifest import SLOTS
 from ...model.placement import Placed
 from . import args_codec, param_groups
+from . import names as megatron_names
 from . import optimizer as megatron_optim
 from .classic.files import FLAT, RankFile
+from .grouped import each_expert
 from .masters import differing
-from .optimizer import Flat, Param
+from .optimizer import Flat, Param, is_expert
 from .progress import scalar
 
 Group = Mapping[str, object]
+_CHAIN = (False, True)  # whether each optimizer of a chain is the experts'
 
 
 class OptimizerReader:
@@ -57,30 +60,57 @@ class OptimizerReader:
         if opt is None:
             self._unreadable(f"{rank.folder / FLAT}: lies there, but {file} has no optimizer")
             return
-        if isinstance(opt, (list, tuple)):
-            self._unreadable(f"{file}: the optimizer is a chain of several, as experts have it")
-            return
+        parts: list[tuple[object, str, list[Param]]] = [(opt, "optimizer", params)]
+        if isinstance(opt, (list, tuple)):  # one for all but the experts, one for these
+            if len(opt) != len(_CHAIN):
+                self._unreadable(f"{file}: the optimizer is a chain of {len(opt)}; 2 are known")
+                return
+            own = [[p for p in params if is_expert(p.name) is experts] for experts in _CHAIN]
+            parts = [(one, f"optimizer.{i}", own[i]) for i, one in enumerate(opt)]
+        groups = []
+        for one, base, held in parts:
+            found = self._part(rank, rows, held, weights, one, base)
+            if found is None:
+                return
+            groups.append((rank, *found))
+        first = parts[0][0]
+        self.groups(groups, first if isinstance(first, dict) else {})
+
+    def _part(
+        self,
+        rank: RankFile,
+        rows: Mapping[str, Placed],
+        params: list[Param],
+        weights: Mapping[str, Entry],
+        opt: object,
+        base: str,
+    ) -> tuple[list[Group], str] | None:
+        """One optimizer of a rank, whose names begin with ``base``: its groups, and where they are.
+
+        None if it cannot be read.
+        """
+        file = rank.file
         if not isinstance(opt, dict):
-            self._unreadable(f"{file}: optimizer is a {type(opt).__name__}, no dict")
-            return
-        inner, where = opt, "optimizer"
+            self._unreadable(f"{file}: {base} is a {type(opt).__name__}, no dict")
+            return None
+        inner, where = opt, base
         for key in ("optimizer", "optimizer_state_dict"):
             if isinstance(opt.get(key), dict):
-                inner, where = opt[key], f"optimizer.{key}"
+                inner, where = opt[key], f"{base}.{key}"
                 break
         groups = inner.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
             self._unreadable(f"{file}: {where} has no param_groups")
-            return
+            return None
         if (rank.folder / FLAT).is_file():
-            self._flat(rank, rows, params, weights)
+            self._flat(rank, rows, params, weights, base.removeprefix("optimizer").lstrip("."))
         elif isinstance(inner.get("state"), dict):
-            self._plain(rank, rows, params, weights, groups, where)
+            self._plain(rank, rows, params, weights, groups, base, where)
         elif rank.args.get("use_distributed_optimizer") is True:
             self._unreadable(f"{rank.folder / FLAT}: is missing")
         else:
             self._unreadable(f"{file}: {where} holds no state")
-        self.groups(rank, groups, opt, where)
+        return groups, where
 
     # --- the plain optimizer -----------------------------------------------------------------
 
@@ -91,6 +121,7 @@ class OptimizerReader:
         params: list[Param],
         weights: Mapping[str, Entry],
         groups: list[Group],
+        base: str,
         where: str,
     ) -> None:
         """State by number, masters by group."""
@@ -105,7 +136,7 @@ class OptimizerReader:
             )
             return
         half = [[p for p in bucket if p.dtype in HALF] for bucket in buckets]
-        expected = _names(where, groups, buckets, half)
+        expected = _names(base, where, groups, buckets, half)
         if other := _other_slots(where, rank.index.entries, expected):
             self._unreadable(f"{file}: {where}.state: {not_carried(other)}")
             return
@@ -114,7 +145,7 @@ class OptimizerReader:
             if name in expected:
                 state, param = expected[name]
                 have[state, param.name] = entry
-            elif name.startswith("optimizer.") and not _is_scalar_place(name):
+            elif name.startswith(base + ".") and not _is_scalar_place(name):
                 self.builder.faults.append(
                     f"{file}: {name}: unknown optimizer tensor of shape {list(entry.shape)}"
                 )
@@ -124,7 +155,7 @@ class OptimizerReader:
             self._unreadable(f"{file}: {wrong}, so the order of its optimizer state is unknown")
             return
         for (state, name), entry in have.items():
-            self.builder.add_entry(state, rows[name], entry, file)
+            self._add(state, rows, name, entry, file)
         if not self.state and not any(state in SLOTS for state, _ in have):
             self._say_fresh(file, groups)
 
@@ -144,11 +175,21 @@ class OptimizerReader:
         rows: Mapping[str, Placed],
         params: list[Param],
         weights: Mapping[str, Entry],
+        of_chain: str,
     ) -> None:
-        """distrib_optim.pt: masters and moments in flat buffers, in files of their own."""
+        """distrib_optim.pt: masters and moments in flat buffers, in files of their own.
+
+        ``of_chain`` is the number of the optimizer in a chain; empty for a single one.
+        """
         file = str(rank.folder / FLAT)
         index = torch_zip.index(file)
-        if "0" in index.extra and index.extra.get("buckets_coalesced") is not True:
+        root: object = index.extra.get(of_chain) if of_chain else index.extra
+        if root is None and of_chain:
+            return  # another rank's file has it
+        if not isinstance(root, dict):
+            self._unreadable(f"{file}: holds no table of buffers {of_chain}")
+            return
+        if any(str(key) == "0" for key in root) and root.get("buckets_coalesced") is not True:
             self._unreadable(
                 f"{file}: buckets_coalesced is absent: an optimizer of before 2024, whose order of "
                 "parameters is another"
@@ -156,7 +197,8 @@ class OptimizerReader:
             return
         self.result.sharded = True
         pools = _pools(params)
-        buffers = [(key, table) for key, table in index.extra.items() if key.isdecimal()]
+        buffers = [(str(key), table) for key, table in root.items() if str(key).isdecimal()]
+        lead = f"{of_chain}." if of_chain else ""
         if len(buffers) != len(pools):
             self._unreadable(
                 f"{file}: {len(buffers)} buffers, the parameters of this rank make {len(pools)}"
@@ -168,7 +210,7 @@ class OptimizerReader:
                 self._unreadable(f"{file}: buffer {number} holds no single pair of dtypes")
                 return
             ((pair, values),) = table.items()
-            prefix = f"{number}.{tensor_names.key_text(pair)}"
+            prefix = f"{lead}{number}.{tensor_names.key_text(pair)}"
             length = values.get("numel_unpadded") if isinstance(values, dict) else None
             found = {
                 state: entry
@@ -182,8 +224,12 @@ class OptimizerReader:
             for state, entry in found.items():
                 self._buffer(state, flat, entry, rows, file)
         self.builder.faults += [
-            f"{file}: {name}: unknown tensor" for name in index.entries if name not in used
+            f"{file}: {name}: unknown tensor"
+            for name in index.entries
+            if name not in used and name.startswith(lead)
         ]
+        if of_chain == "0" or any(row.path == file for row in self.result.files):
+            return
         self.result.files.append(Listed(file, "", index.size_bytes, len(index.entries)))
 
     def _laid_out(
@@ -237,24 +283,38 @@ class OptimizerReader:
                 nbytes = span.param.numel * ITEMSIZE[entry.dtype]
                 self.result.left_out.append(("masters of fp32 weights repeat them", nbytes))
                 continue
-            placed = rows[span.param.name]
-            self.builder.add_entry(state, placed, _part(entry, span, placed.shape), file)
+            part = _part(entry, span, span.param.shape)
+            self._add(state, rows, span.param.name, part, file)
+
+    def _add(
+        self, state: str, rows: Mapping[str, Placed], name: str, entry: Entry, file: str
+    ) -> None:
+        """The state of one parameter, which may hold all experts of a rank."""
+        if megatron_names.all_experts(name) is None:
+            self.builder.add_entry(state, rows[name], entry, file)
+            return
+        for row, part in each_expert(name, entry, rows):
+            self.builder.add_strided(state, row, part, file)
 
     # --- hyperparameters ---------------------------------------------------------------------
 
-    def groups(self, rank: RankFile, groups: list[Group], opt: Group, where: str) -> None:
-        """Hyperparameters of the first rank, and the step; all ranks must have the same step."""
-        step, step_in = _step(rank, groups, where)
+    def groups(self, parts: Sequence[tuple[RankFile, list[Group], str]], opt: Group) -> None:
+        """Hyperparameters of the first rank, and the step; all ranks must have the same step.
+
+        ``parts`` are the groups of each optimizer of a chain, and where they are.
+        """
+        rank = parts[0][0]
+        step, step_in = _step(*parts[0])
+        lost: list[str] = []
+        plain = [row for part in parts for row in _plain_groups(*part, lost)]
         if self.state:
             if step is not None and step != self.state.get("step", step):
                 self.builder.faults.append(
                     f"{rank.file}: the optimizer has done {step} steps, on other ranks "
                     f"{self.state['step']}; the ranks are of different saves"
                 )
-            self._check_alike(rank, _plain_groups(rank, groups, where, []))
+            self._check_alike(rank, plain)
             return
-        lost: list[str] = []
-        plain = _plain_groups(rank, groups, where, lost)
         done = sorted({n for row in plain if (n := _count(row.get("step"))) is not None})
         if len(done) > 1:
             self.result.notes.append(
@@ -264,8 +324,11 @@ class OptimizerReader:
         if step is not None:
             self.state["step"] = step
         self._say_lost(rank, lost)
-        self.scaler(rank, opt.get("grad_scaler"), "optimizer.grad_scaler")
-        self.native = [param_groups.native(row, step) for row in plain]
+        scaler = "optimizer.0" if len(parts) > 1 else "optimizer"
+        self.scaler(rank, opt.get("grad_scaler"), f"{scaler}.grad_scaler")
+        self.native = [
+            param_groups.native(row, step) for row in plain if not row.get("is_expert_parallel")
+        ]
 
     def _check_alike(self, rank: RankFile, groups: Sequence[Group]) -> None:
         """Groups say what the first rank's do, in any order.
@@ -297,6 +360,7 @@ class OptimizerReader:
 
 
 def _names(
+    base: str,
     where: str,
     groups: Sequence[Group],
     buckets: Sequence[Sequence[Param]],
@@ -313,7 +377,7 @@ def _names(
     for k, bucket in enumerate(half):
         for j, param in enumerate(bucket):
             for name in ("fp32_from_fp16_params", "fp32_from_fp16"):
-                found[f"optimizer.{name}.{k}.{j}"] = ("master", param)
+                found[f"{base}.{name}.{k}.{j}"] = ("master", param)
     return found
 
 

@@ -35,6 +35,18 @@ def made(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return groups
 
 
+def of_chain(groups: list[dict[str, Any]], experts: bool | None) -> list[dict[str, Any]]:
+    """The groups of one optimizer of a chain: the experts', all but these, or (None) of a single
+    one, which has no groups of experts.
+
+    A source without groups of experts trained them as all matrices.
+    """
+    if not experts:
+        return [group for group in groups if group.get("is_expert_parallel") is not True]
+    own = [group for group in groups if group.get("is_expert_parallel") is True]
+    return own or [{**group, "is_expert_parallel": True} for group in groups if decays(group)]
+
+
 def identified(group: dict[str, Any]) -> dict[str, Any]:
     """With all values by which megatron-core tells groups apart: older ones saved fewer."""
     for key, value in {"wd_mult": float(decays(group)), **_GROUP}.items():

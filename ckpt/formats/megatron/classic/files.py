@@ -5,7 +5,6 @@ rank's file travels further.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,12 @@ from ....containers import torch_zip
 from ....errors import CheckpointError, raise_all
 from ....model.file_layout import Entry, Index
 from ....model.manifest import SideFile
-from ....model.mesh import Coord, Mesh
+from ....model.mesh import Coord
 from ....move.storage import StoragePath
 from ... import foreign
 from .. import args_codec, known_args, run_state
 from .. import names as megatron_names
+from .grid import Grid
 
 HUGGINGFACE = "huggingface"  # where some frameworks keep config and tokenizer
 TOKENIZER = "tokenizer"  # where others keep the tokenizer
@@ -136,15 +136,6 @@ class RankFile:
         return self.index.path
 
 
-def shards_of(file: Coord) -> tuple[Coord, ...]:
-    """The shards of the model that a rank folder holds: one of the mesh of dense tensors.
-
-    The ranks of a folder and the coordinates of its shards are two things: Megatron-LM puts a shard
-    of the experts' mesh into the same file.
-    """
-    return (file,)
-
-
 def rank_files(folder: StoragePath) -> dict[Coord, RankFile]:
     """Every rank's file by tensor and pipeline rank, complete, and all of one save."""
     found = []
@@ -163,17 +154,26 @@ def rank_files(folder: StoragePath) -> dict[Coord, RankFile]:
         )
     _check_files(folder, [child for _, child in found])
     ranks = [(numbers, _rank_file(child)) for numbers, child in found]
+    experts = any(map(_has_experts, (rank for _, rank in ranks)))
     for numbers, rank in ranks:
         # Megatron-LM looks for mp_rank_00_000_000 as well where there are no experts.
-        _refuse_experts(rank, numbers[2] not in (None, 0))
-    if _suffix_is_expert([(numbers[1], rank) for numbers, rank in ranks]):
+        if numbers[2] not in (None, 0) and not experts:
+            raise CheckpointError(
+                f"{rank.folder}: its third number is an expert-parallel rank, and the model has no "
+                "experts"
+            )
+    second = _suffix_is_expert([(numbers[1], rank) for numbers, rank in ranks])
+    if second and not experts:
         raise CheckpointError(
-            f"{folder}: the second number of {found[-1][1].name} is an expert-parallel rank; "
-            "experts cannot be read yet"
+            f"{folder}: the second number of {found[-1][1].name} is an expert-parallel rank, and "
+            "the model has no experts"
         )
     placed: dict[Coord, RankFile] = {}
-    for (t, p, _), rank in ranks:
-        rank.coord = (("tp", t or 0), ("pp", p or 0))
+    for (t, p, e), rank in ranks:
+        stage, spread = (0, p) if second and e is None else (p, e)
+        rank.coord = (("tp", t or 0), ("pp", stage or 0))
+        if experts:
+            rank.coord = (*rank.coord, ("ep", spread or 0))
         if rank.coord in placed:
             raise CheckpointError(
                 f"{rank.folder} and {placed[rank.coord].folder} are the same rank"
@@ -181,6 +181,20 @@ def rank_files(folder: StoragePath) -> dict[Coord, RankFile]:
         placed[rank.coord] = rank
     _check_set(folder, placed)
     return dict(sorted(placed.items()))
+
+
+def grid_of(ranks: Mapping[Coord, RankFile]) -> Grid:
+    """The grid that args say and folders show."""
+    args = next(iter(ranks.values())).args
+    sizes = {
+        axis: max(1 + max(dict(coord).get(axis, 0) for coord in ranks), size_of(args, axis) or 1)
+        for axis in ("tp", "pp", "ep")
+    }
+    experts = any("ep" in dict(coord) for coord in ranks)
+    etp = size_of(args, "etp") if experts else None
+    return Grid(
+        sizes["tp"], sizes["pp"], sizes["ep"] if experts else 1, etp or sizes["tp"], experts
+    )
 
 
 def others(folder: StoragePath) -> str:
@@ -259,17 +273,10 @@ def _extra_states(index: Index) -> int:
     )
 
 
-def _refuse_experts(rank: RankFile, third: bool) -> None:
-    experts = rank.args.get("num_experts")
-    if experts not in (None, 0, 1):
-        raise CheckpointError(
-            f"{rank.file}: args say num_experts={experts}; experts cannot be read yet"
-        )
-    if third:
-        raise CheckpointError(
-            f"{rank.folder}: its third number is an expert-parallel rank; experts cannot be read "
-            "yet"
-        )
+def _has_experts(rank: RankFile) -> bool:
+    if rank.args.get("num_experts") not in (None, 0):
+        return True
+    return any(".mlp.experts." in name for chunk in rank.chunks for name, _ in chunk)
 
 
 def _suffix_is_expert(ranks: list[tuple[int | None, RankFile]]) -> bool:
@@ -295,9 +302,17 @@ def embedding(rank: RankFile) -> Entry | None:
     return None
 
 
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
 def size_of(args: Mapping[str, object], axis: str) -> int | None:
-    """The ranks of ``tp`` or ``pp`` that args say."""
-    long = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}[axis]
+    """The ranks of ``tp``, ``pp``, ``ep`` or ``etp`` that args say."""
+    long = _SIZES[axis]
     said = args.get(long, args.get("model_parallel_size") if axis == "tp" else None)
     return said if type(said) is int and said > 0 else None
 
@@ -305,22 +320,17 @@ def size_of(args: Mapping[str, object], axis: str) -> int | None:
 def _check_set(folder: StoragePath, ranks: Mapping[Coord, RankFile]) -> None:
     """The ranks must be those of args, each once, of one save."""
     args = next(iter(ranks.values())).args
-    sizes = {}
     faults = []
-    for axis in ("tp", "pp"):
-        have = 1 + max(dict(coord)[axis] for coord in ranks)
+    for axis in ("tp", "pp", "ep"):
+        have = 1 + max(dict(coord).get(axis, 0) for coord in ranks)
         said = size_of(args, axis)
-        sizes[axis] = max(have, said or 1)
         if said is not None and said < have:
             faults.append(f"args say {axis} {said}, the folders are those of {have}")
-    if math.prod(sizes.values()) > MAX_RANKS:
-        raise CheckpointError(f"{folder}: more than {MAX_RANKS} ranks: tp {sizes['tp']}, "
-                              f"pp {sizes['pp']}")  # fmt: skip
-    faults += [
-        f"{folder_name(coord, sizes['pp'])}: is missing"
-        for coord in Mesh(tuple(sizes.items())).coords()
-        if coord not in ranks
-    ]
+    grid = grid_of(ranks)
+    if grid.tp * grid.pp * grid.ep * grid.etp > MAX_RANKS:
+        raise CheckpointError(f"{folder}: more than {MAX_RANKS} ranks: tp {grid.tp}, pp {grid.pp}")
+    grid.check(str(folder))
+    faults += grid.missing(ranks)
     for key in run_state.SCHEDULERS:
         tables = {r.folder.name: r.index.extra.get(key) for r in ranks.values()}
         faults += _differing(key, {name: _plain(table) for name, table in tables.items()})
@@ -343,7 +353,8 @@ def _exchanged(ranks: Mapping[Coord, RankFile]) -> list[str]:
     said = {coord: rank.args.get("rank") for coord, rank in ranks.items()}
     if len(set(map(repr, said.values()))) < 2:
         return []
-    order = sorted(ranks, key=lambda coord: (dict(coord)["pp"], dict(coord)["tp"]))
+    grid = grid_of(ranks)
+    order = sorted(ranks, key=lambda coord: grid.number(coord, 1 << 32))
     numbers = [said[coord] for coord in order]
     whole = [n for n in numbers if type(n) is int]
     if len(whole) == len(numbers) and all(a < b for a, b in itertools.pairwise(whole)):
@@ -353,12 +364,6 @@ def _exchanged(ranks: Mapping[Coord, RankFile]) -> list[str]:
         f"the ranks that args say contradict the folders: {rows}; a folder was renamed or holds "
         "another's file: put the files back"
     ]
-
-
-def folder_name(coord: Coord, pp: int) -> str:
-    """``mp_rank_00``, with several pipeline stages ``mp_rank_00_000``."""
-    at = dict(coord)
-    return f"mp_rank_{at['tp']:02d}" + (f"_{at['pp']:03d}" if pp > 1 else "")
 
 
 def _differing(what: str, said: Mapping[str, object]) -> list[str]:

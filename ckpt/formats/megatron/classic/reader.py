@@ -20,7 +20,7 @@ from ....checkpoint.types import WITHOUT, Checkpoint, FileSummary, ReadOptions, 
 from ....errors import CheckpointError, raise_all
 from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import build_mesh, with_tensors
+from ....model.family import WHOLE_DOWN, build_mesh, with_tensors
 from ....model.file_layout import Entry
 from ....model.layout import check_layout
 from ....model.manifest import Manifest, SideFile
@@ -31,6 +31,7 @@ from ....move.storage import StoragePath
 from .. import args as megatron_args
 from .. import names as megatron_names
 from .. import run_state
+from ..grouped import each_expert
 from ..optimizer import Param
 from ..optimizer_reader import OptimizerReader
 from . import files as megatron_files
@@ -70,8 +71,8 @@ class _Reader:
         self.path, self.folder, self.ranks, self.options = path, folder, ranks, options
         self.first = next(iter(ranks.values()))
         self.args = self.first.args
-        self.tp = 1 + max(dict(c)["tp"] for c in ranks)
-        self.pp = 1 + max(dict(c)["pp"] for c in ranks)
+        self.grid = megatron_files.grid_of(ranks)
+        self.tp, self.pp = self.grid.tp, self.grid.pp
         megatron_args.check_precision(self.args, self.first.file, options)
         self.stages, self.numbers = self._stages()
         self.padded = self._padded_vocab()
@@ -91,7 +92,7 @@ class _Reader:
         """The layers of each virtual stage, and the number of the first layer of each."""
         counts: dict[tuple[int, int], int] = {}
         for coord, rank in self.ranks.items():
-            if dict(coord)["tp"]:
+            if dict(coord)["tp"] or (0, dict(coord)["pp"]) in counts:
                 continue
             for v, chunk in enumerate(rank.chunks):
                 seen = {n for name, _ in chunk if (n := megatron_names.layer_of(name)) is not None}
@@ -132,12 +133,31 @@ class _Reader:
                 f"than the {true} of the config"
             )
         self.layout = check_layout(self._packing(), model.family, str(self.path))
-        mesh = build_mesh(model, (("tp", self.tp), ("pp", self.pp)), self.stages)
+        axes = (("tp", self.tp), ("pp", self.pp))
+        experts = {"ep": self.grid.ep, "etp": self.grid.etp} if self.grid.experts else {}
+        mesh = build_mesh(model, axes, self.stages, self._mtp(), **experts)
+        whole = any(
+            megatron_names.is_whole_down(name, entry.shape, model.sizes)
+            for rank in self.ranks.values()
+            for chunk in rank.chunks
+            for name, entry in chunk
+        )
+        variant = frozenset({WHOLE_DOWN} if whole else ())
         try:
             nbytes = sum(rank.index.size_bytes for rank in self.ranks.values())
-            return Placement.of(model, mesh, self.layout, padded, nbytes=nbytes)
+            return Placement.of(model, mesh, self.layout, padded, variant, nbytes=nbytes)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
+
+    def _mtp(self) -> tuple[int, int] | None:
+        """The rank and virtual stage of the layers that predict further tokens."""
+        last = (self.pp - 1, len(self.stages[-1]) - 1)
+        for coord, rank in self.ranks.items():
+            for v, chunk in enumerate(rank.chunks):
+                place = dict(coord)["pp"], v
+                if place != last and any(name.startswith("mtp.") for name, _ in chunk):
+                    return place
+        return None
 
     def _packing(self) -> dict[str, str]:
         """How query, key and value rows are packed, from the version or from the user."""
@@ -192,8 +212,14 @@ class _Reader:
     # --- weights -----------------------------------------------------------------------------
 
     def _rank(self, coord: Coord, rank: megatron_files.RankFile) -> None:
-        rows = self.here.held(megatron_files.shards_of(coord))
+        rows = self.here.held(self.grid.shards(coord))
+        experts = self.here.mesh.experts
+        first = 0
+        if experts is not None:
+            (own,) = experts.stages["ep"][dict(coord)["ep"]]
+            first = own[0]
         weights: dict[str, Entry] = {}
+        held: set[str] = set()
         params: list[Param] = []
         for v, chunk in enumerate(rank.chunks):
             shift = self.numbers[v, dict(coord)["pp"]]
@@ -201,6 +227,14 @@ class _Reader:
                 if self._holds_no_weight(name, entry):
                     continue
                 name = megatron_names.shifted(name, shift)
+                name = megatron_names.expert_shifted(name, first)
+                if megatron_names.all_experts(name) and name not in weights:
+                    weights[name] = entry
+                    for row, part in each_expert(name, entry, rows):
+                        self.builder.add_strided("", row, part, rank.file)
+                        held.add(row.name)
+                    params.append(Param(name, entry.shape, entry.dtype, v))
+                    continue
                 placed = rows.get(name)
                 if placed is None or name in weights:
                     what = "the second" if name in weights else "unknown tensor,"
@@ -209,9 +243,11 @@ class _Reader:
                     )
                     continue
                 weights[name] = entry
+                held.add(name)
                 self.builder.add_entry("", placed, entry, rank.file)
-                params.append(Param(name, entry.shape, entry.dtype, v, self._is_shared(name)))
-        self.builder.faults += [f"{rank.file}: {n}: missing" for n in rows if n not in weights]
+                if placed.trained:
+                    params.append(Param(name, entry.shape, entry.dtype, v, self._is_shared(name)))
+        self.builder.faults += [f"{rank.file}: {n}: missing" for n in rows if n not in held]
         self._count(rank)
         layers = self.here.mesh.owned["pp"][dict(coord)["pp"]]
         says = " ".join(f"{axis} {number}" for axis, number in coord)

@@ -7,6 +7,7 @@ plain one, or flat buffers if it is sharded over data-parallel ranks.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ....errors import CheckpointError, raise_all
 from ....model.chunk_builder import ChunkBuilder
 from ....model.design import Design, OutFile
 from ....model.dtypes import HALF, ITEMSIZE, TO_TORCH
+from ....model.family import MTP, WHOLE_DOWN
 from ....model.file_layout import FileLayout, Spec
 from ....model.manifest import SLOTS, STATES, SideFile
 from ....model.mesh import Coord
@@ -29,16 +31,23 @@ from ...writing import StoredDtypes, WriteRequest, Written, checksums
 from .. import args_codec, args_out, param_groups, run_state
 from .. import names as megatron_names
 from .. import optimizer as megatron_optim
+from ..expert_args import MOE
 from ..optimizer import Param, registration_key
 from . import files as megatron_files
 from .files import FILES, FLAT, TRACKER
+from .grid import Grid
 
 TO = "megatron"
 TAKES = frozenset({
-    "--pp-layers", "--pp-layout", "--vpp", "--use-distributed-optimizer", "--adam", args_out.ALLOW,
+    "--pp-layers", "--pp-layout", "--vpp", "--ep", "--etp", "--use-distributed-optimizer", "--adam",
+    args_out.ALLOW,
 })  # fmt: skip
 WEIGHTS_ONLY = False
-_LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
+LINEAR_OF_LAYERS = (
+    "linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+    "linear_kv_down_proj", "linear_kv_up_proj", "linear_fc1", "linear_fc2", "eh_proj",
+)  # fmt: skip
+_LINEAR = (*LINEAR_OF_LAYERS, "output_layer")
 _MAX_SCALE = 3.4028234663852886e38  # of float32
 _HYSTERESIS = 2  # Megatron-LM's own default
 _STEP_IN = {"fused": "groups", "torch": "state"}  # an Adam -> where it keeps its step
@@ -78,14 +87,7 @@ class Designer:
 
     def __init__(self, request: WriteRequest, root: PurePath) -> None:
         target = request.target
-        if target.mesh.experts is not None:
-            raise CheckpointError(
-                f"--to megatron and torch_dist: experts ({target.model.family.name}) are not "
-                "written; --to shards and --to hf are"
-            )
         self.request, self.target = request, target
-        self.here = Placement.written(target.model, target.mesh, target.vocab_multiple)
-        self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(request.metas)
         self.files: list[OutFile] = []
         self.folder = root / megatron_files.iteration_name(target.step)
         self.state = TrainingState.of(
@@ -95,7 +97,14 @@ class Designer:
         source = self.saved.get("args")
         self.source_args: Mapping[str, object] = source if isinstance(source, dict) else {}
         self.fused = self.source_args.get("transformer_impl") == "transformer_engine"
-        self.tp, self.pp = target.mesh.size("tp"), target.mesh.size("pp")
+        self.grouped = self.fused and self.source_args.get("moe_grouped_gemm") is True
+        variant = frozenset({WHOLE_DOWN} if self.fused else ())  # local layers cut them
+        self.here = Placement.written(target.model, target.mesh, target.vocab_multiple, variant)
+        self.builder, self.dtypes = ChunkBuilder(self.here), StoredDtypes(request.metas)
+        self.grid = Grid.of(target.mesh)
+        self.tp, self.pp = self.grid.tp, self.grid.pp
+        self.latent = bool(target.model.sizes.get("kl"))
+        self.dp = self._dp()
         self.stages = target.mesh.stages["pp"]
         self.vpp = max(len(stages) for stages in self.stages)
         states = [] if request.weights_only else STATES
@@ -110,6 +119,17 @@ class Designer:
             param_groups.say_changed(self.state, groups, step, self.notes)
         if not request.weights_only:
             run_state.say_what_is_lost(self.state, self.notes)
+
+    def _dp(self) -> int:
+        """Data-parallel ranks that args say: so many that experts divide over all ranks."""
+        mesh, dp = self.target.mesh, self.target.dp
+        if mesh.experts is None:
+            return dp
+        least = self.grid.etp * self.grid.ep
+        least //= math.gcd(least, self.tp)
+        if self.target.sharded and dp > 1:
+            mesh.expert_dp(dp)  # refuses what does not divide
+        return dp * least // math.gcd(dp, least)
 
     def _check_adam(self) -> None:
         """An Adam that can load this form of the optimizer; a note if the user named none."""
@@ -134,7 +154,7 @@ class Designer:
             target.model,
             self.source_args,
             mesh=target.mesh,
-            dp=target.dp,
+            dp=self.dp,
             padded_vocab=self.here.padded,
             vocab_multiple=target.vocab_multiple,
             distributed=target.sharded,
@@ -154,8 +174,9 @@ class Designer:
         return made if self.request.weights_only else made | run_state.progress_args(self.state)
 
     def design(self) -> Design:
-        for coord in self.here.mesh.coords():
-            placed = list(self.here.held(megatron_files.shards_of(coord)).values())
+        self.grid.check("--to megatron")
+        for coord in self.grid.coords():
+            placed = list(self.here.held(self.grid.shards(coord)).values())
             self._rank(coord, list(self._rows(coord, placed)))
         raise_all(self.dtypes.faults, "these tensors cannot be packed")
         self.notes.append(self.how_to_load())
@@ -195,30 +216,47 @@ class Designer:
         chunks = self.stages[dict(coord)["pp"]]
         tied = "tie_word_embeddings" in self.target.model.flags and self.pp > 1
         found = []
+        first = 0
+        if self.target.mesh.experts is not None:
+            first = self.target.mesh.experts.owned["ep"][dict(coord)["ep"]][0]
         for row in placed:
             layer = megatron_names.layer_of(row.name)
             name = row.name
             if layer is not None:
                 name = megatron_names.renumbered(row.name, layer - chunks[row.stage][0])
+            name = megatron_names.expert_shifted(name, -first)
             shared = tied and row.name in (
                 "embedding.word_embeddings.weight", "output_layer.weight",
             )  # fmt: skip
             dtype = self.dtypes.of(row, "") or "F32"
             states = {}
-            for state in self.states:
+            for state in self.states if row.trained else ():
                 have = self.dtypes.of(row, state)
                 if have is not None:
                     states[state] = have
             param = Param(row.name, row.shape, dtype, row.stage, shared)
-            shown = megatron_names.fused(name) if self.fused else name
+            shown = name
+            if self.fused:
+                moe = self.has_experts(row)
+                shown = megatron_names.fused(name, moe=moe, latent=self.latent)
+            if self.grouped:
+                shown = megatron_names.grouped(shown)
             found.append(_Row(row, param, shown, states))
         found.sort(key=lambda r: (r.param.chunk, registration_key(r.param.name, self.fused)))
         yield from found
 
+    def has_experts(self, row: Placed) -> bool:
+        """Whether a tensor is of a layer with experts."""
+        kinds, numbers = self.target.model.kinds, dict(row.numbers)
+        if not kinds or not numbers.keys() & {"layer", MTP}:
+            return False
+        return MOE in kinds[numbers.get("layer", -1)]
+
     def _rank(self, coord: Coord, rows: list[_Row]) -> None:
-        folder = self.folder / megatron_files.folder_name(coord, self.pp)
+        folder = self.folder / self.grid.folder(coord)
+        number = self.grid.number(coord, self.dp)
         tree: dict[str, object] = {
-            "args": Stub("argparse", "Namespace", (), {**self.args, "rank": self._number(coord)}),
+            "args": Stub("argparse", "Namespace", (), {**self.args, "rank": number}),
             "checkpoint_version": 3.0,
             "iteration": self.target.step or 0,
         }
@@ -226,9 +264,7 @@ class Designer:
             chunk = [row for row in rows if row.param.chunk == v]
             tree["model" if self.vpp == 1 else f"model{v}"] = self._model(chunk)
         if self.states:
-            tree["optimizer"] = (
-                self.distributed_groups() if self.target.sharded else self._plain_optimizer(rows)
-            )
+            tree["optimizer"] = self._optimizer(rows)
             tree |= self.schedulers
         tree |= run_state.operations(self.state)
         layout = self._file(folder / FILES[0], tree)
@@ -242,11 +278,6 @@ class Designer:
                         self._chunks(path, layout, state, row, key)
         if self.states and self.target.sharded:
             self._flat(coord, folder / FLAT, rows)
-
-    def _number(self, coord: Coord) -> int:
-        """The rank of Megatron-LM that would write this file: its first data-parallel one."""
-        at = dict(coord)
-        return at["tp"] + at["pp"] * self.tp * self.target.dp
 
     def _file(self, path: PurePath, tree: object) -> FileLayout:
         layout = torch_zip.layout_tree(tree)
@@ -268,9 +299,30 @@ class Designer:
 
     # --- optimizer ---------------------------------------------------------------------------
 
-    def groups(self) -> tuple[list[dict[str, object]], int | None, str]:
+    def _optimizer(self, rows: Sequence[_Row]) -> object:
+        """The optimizer of a rank; with ep above 1 a list, the second one for the experts."""
+        made = []
+        for experts in self.chain:
+            held = [row for row in rows if row.placed.trained]
+            if experts is not None:
+                held = [row for row in held if megatron_optim.is_expert(row.param.name) is experts]
+            flat = self.target.sharded
+            made.append(
+                self.distributed_groups(experts) if flat else self._plain_optimizer(held, experts)
+            )
+        return made[0] if len(made) == 1 else made
+
+    @property
+    def chain(self) -> tuple[bool | None, ...]:
+        """For each optimizer of a rank whether it is the experts'; None: a single one of all."""
+        return (False, True) if self.grid.ep > 1 else (None,)
+
+    def groups(
+        self, experts: bool | None = None
+    ) -> tuple[list[dict[str, object]], int | None, str]:
         """Hyperparameters of each group, the step, and its place."""
         groups, step, step_in = self._groups_of_source()
+        groups = param_groups.of_chain(groups, experts)
         adam = self.request.adam
         return groups, step, step_in if adam is None else _STEP_IN[adam]
 
@@ -303,8 +355,8 @@ class Designer:
             )
         return [[by_name[p.name] for p in bucket] for bucket in buckets]
 
-    def _plain_optimizer(self, rows: Sequence[_Row]) -> dict[str, object]:
-        groups, step, step_in = self.groups()
+    def _plain_optimizer(self, rows: Sequence[_Row], experts: bool | None) -> dict[str, object]:
+        groups, step, step_in = self.groups(experts)
         buckets = self._numbered(rows, groups)
         state: dict[int, dict[str, object]] = {}
         for group, bucket in zip(groups, buckets, strict=True):
@@ -371,27 +423,56 @@ class Designer:
                 "--dtype fp32"
             )
 
-    def distributed_groups(self) -> dict[str, object]:
-        groups, step, _ = self.groups()
+    def distributed_groups(self, experts: bool | None = None) -> dict[str, object]:
+        groups, step, _ = self.groups(experts)
         for group in groups:
             put_step(group, step, "groups")
         return {"optimizer": {"param_groups": groups}} | self.scaler()
 
     def _flat(self, coord: Coord, path: PurePath, rows: Sequence[_Row]) -> None:
-        """distrib_optim.pt: one buffer for each virtual stage and dtype."""
+        """distrib_optim.pt: one buffer for each virtual stage and dtype.
+
+        With ep above 1 a list, the second of the experts' buffers; the first is None in files of
+        ranks that are no first data-parallel ones.
+        """
+        rows = [row for row in rows if row.placed.trained]
         self._need_masters(rows)
-        pools: dict[tuple[int, str], list[_Row]] = {}
         for row in rows:
             if not row.states:
                 raise CheckpointError(
                     f"{self.request.source.path}: {row.param.name} has no optimizer state, which "
                     "flat buffers need for every parameter; pass --weights-only"
                 )
+        laid: list[tuple[str, str, _Row, int]] = []
+        trees: list[object] = []
+        for experts in self.chain:
+            held = rows
+            if experts is not None:
+                held = [row for row in rows if megatron_optim.is_expert(row.param.name) is experts]
+            if experts is False and not self.grid.is_first(coord):
+                trees.append(None)
+            else:
+                trees.append(self._buffers(dict(coord)["pp"], len(trees), held, laid))
+        layout = self._file(path, trees[0] if len(trees) == 1 else trees)
+        for name, key, row, start in laid:
+            state = "master" if key == "param" else key
+            if state == "master" and row.param.dtype == "F32":
+                state = ""  # the master of an fp32 weight is that weight again
+            self._chunks(str(path), layout, state, row, name, start)
+
+    def _buffers(
+        self,
+        stage: int,
+        of_chain: int,
+        rows: Sequence[_Row],
+        laid: list[tuple[str, str, _Row, int]],
+    ) -> dict[object, object]:
+        """The buffers of one optimizer; adds (tensor, key, row, first element) to ``laid``."""
+        pools: dict[tuple[int, str], list[_Row]] = {}
+        for row in rows:
             pools.setdefault((row.param.chunk, row.param.dtype), []).append(row)
         tree: dict[object, object] = {"buckets_coalesced": True}
-        laid: list[tuple[str, _Row, int]] = []
         for number, ((chunk, dtype), pool) in enumerate(pools.items()):
-            stage = dict(coord)["pp"]
             sizes = megatron_optim.bucket_sizes(self.args, self.target.dp, stage, chunk)
             flat = megatron_optim.flat_buffer([r.param for r in pool], next(sizes))
             by_name = {r.param.name: r for r in pool}
@@ -399,19 +480,13 @@ class Designer:
             for key, state in (("param", "master"), *((m, m) for m in SLOTS)):
                 if key != "param" and state not in pool[0].states:
                     continue
-                name = f"{number}.{key}"
+                name = f"{of_chain}.{number}.{key}"
                 values[key] = Spec(name, pool[0].states.get(state, "F32"), (flat.length,))
-                laid += [(name, by_name[s.param.name], s.start) for s in flat.spans]
+                laid += [(name, key, by_name[s.param.name], s.start) for s in flat.spans]
             values["numel_unpadded"] = flat.length
             pair = (Global("torch", TO_TORCH[dtype]), Global("torch", "float32"))
             tree[number] = {pair: values}
-        layout = self._file(path, tree)
-        for name, row, start in laid:
-            key = name.partition(".")[2]
-            state = "master" if key == "param" else key
-            if state == "master" and row.param.dtype == "F32":
-                state = ""  # the master of an fp32 weight is that weight again
-            self._chunks(str(path), layout, state, row, name, start)
+        return tree
 
     def _chunks(
         self, path: str, layout: FileLayout, state: str, row: _Row, key: str, start: int = 0

@@ -8,15 +8,15 @@ lengths of the buckets are those of the tensors. Megatron itself can then change
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....containers.dcp import Blob, BlobSlice, Stored
 from ....errors import CheckpointError
 from ....model.chunk_builder import ChunkBuilder
-from ....model.family import Model, build_mesh
+from ....model.family import WHOLE_DOWN, Model, build_mesh
 from ....model.layout import default_layout
-from ....model.mesh import Mesh
+from ....model.mesh import Coord, Mesh
 from ....model.placement import Placed, Placement
 from ....move.storage import StoragePath
 from .. import optimizer as megatron_optim
@@ -24,9 +24,9 @@ from .. import pipeline
 from ..classic import files as megatron_files
 from ..optimizer import Param, registration_key
 
-PREFIX = "optimizer.distributed."
+_FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
 _BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_\((.+)\)"
+    r"(?:chained_(\d)\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_\((.+)\)"
     r"\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
 )
 _STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -45,56 +45,91 @@ class SavedRun:
     left_out: list[tuple[str, int]]  # reason, bytes
 
 
+def is_flat(name: str) -> bool:
+    """Whether a key is one of a flat buffer, or of what lies beside it."""
+    return _FLAT.fullmatch(name) is not None
+
+
+# (number in a chain of optimizers or None, model-parallel rank, buffer) -> key -> bucket -> tensor
+_Buckets = dict[tuple[int | None, int, int], dict[str, dict[int, Stored]]]
+
+
 def read(saved: SavedRun, tensors: Mapping[str, Stored]) -> str:
     """Add all flat buffers to the chunks; returns why they cannot be read, or ""."""
-    buckets: dict[tuple[int, int], dict[str, dict[int, Stored]]] = {}
+    buckets: _Buckets = {}
     for name, stored in tensors.items():
         match = _BUCKET.fullmatch(name)
         if match is None:
             return f"{saved.folder}: {name}: optimizer state of an unknown form"
         if len(stored.shape) != 1:
             return f"{saved.folder}: {name}: shape {list(stored.shape)}, a flat one is needed"
-        table = buckets.setdefault((int(match[1]), int(match[2])), {})
-        table.setdefault(match[5], {})[int(match[4])] = stored
-    tp = megatron_files.size_of(saved.args, "tp") or 1
-    pp = megatron_files.size_of(saved.args, "pp") or 1
+        chain = None if match[1] is None else int(match[1])
+        table = buckets.setdefault((chain, int(match[2]), int(match[3])), {})
+        table.setdefault(match[6], {})[int(match[5])] = stored
     try:
-        rows = _rank_rows(saved)
+        here = _placement(saved)
     except CheckpointError as error:
         return f"{saved.folder}: {error}"
-    for p in range(pp):
-        for t in range(tp):
-            pools = _pools(saved, rows[t, p], pp)
-            for number, pool in enumerate(pools):
-                found = buckets.pop((p * tp + t, number), None)
-                if found is None:
-                    return f"{saved.folder}: buffer {number} of tp {t} pp {p} is missing"
-                why = _buffer(saved, found, pool, rows[t, p])
-                if why:
-                    return f"{saved.folder}: buffer {number} of tp {t} pp {p}: {why}"
+    chained = any(chain is not None for chain, _, _ in buckets)
+    for coord, rows in _ranks(here, chained=chained):
+        at = dict(coord)
+        chain = int("ep" in at) if chained else None
+        says = " ".join(f"{axis} {rank}" for axis, rank in coord)
+        pools = _pools(saved, rows, here.mesh.size("pp"))
+        for number, pool in enumerate(pools):
+            found = buckets.pop((chain, _group(here.mesh, coord), number), None)
+            if found is None:
+                return f"{saved.folder}: buffer {number} of {says} is missing"
+            why = _buffer(saved, found, pool, rows)
+            if why:
+                return f"{saved.folder}: buffer {number} of {says}: {why}"
     if buckets:
-        group, number = next(iter(buckets))
+        _, group, number = next(iter(buckets))
         return f"{saved.folder}: buffer {number} of group {group} belongs to no rank of args"
     return ""
+
+
+def _ranks(here: Placement, *, chained: bool) -> Iterator[tuple[Coord, dict[str, Placed]]]:
+    """What each optimizer of each model-parallel rank of the saving run held, by name.
+
+    In a chain experts have an optimizer of their own; else the rank's one has them too.
+    """
+    experts = here.mesh.experts
+    for coord in here.mesh.all_coords() if chained else here.mesh.coords():
+        shards = [coord]
+        if experts is not None and not chained:
+            at = dict(coord)
+            shards.append((("tp", at["tp"] % experts.size("tp")), ("pp", at["pp"]), ("ep", 0)))
+        yield coord, {n: p for n, p in here.held(shards).items() if p.trained}
+
+
+def _group(mesh: Mesh, coord: Coord) -> int:
+    """The number of a model-parallel rank: tp fastest, then ep, then pp."""
+    at = dict(coord)
+    if "ep" not in at:
+        return at["pp"] * mesh.size("tp") + at["tp"]
+    assert mesh.experts is not None
+    return (at["pp"] * mesh.experts.size("ep") + at["ep"]) * mesh.experts.size("tp") + at["tp"]
 
 
 def mesh_of(args: Mapping[str, object], model: Model) -> Mesh:
     """The mesh of a run, as args split it; CheckpointError for an impossible split."""
     sizes = {axis: megatron_files.size_of(args, axis) or 1 for axis in ("tp", "pp")}
     split = pipeline.read(args, model.sizes["layer"], sizes["pp"])
-    return build_mesh(model, tuple(sizes.items()), split.stages, split.mtp)
+    axes = tuple(sizes.items())
+    if not any(rule.mesh for rule in model.rules()):
+        return build_mesh(model, axes, split.stages, split.mtp)
+    ep, etp = megatron_files.size_of(args, "ep"), megatron_files.size_of(args, "etp")
+    return build_mesh(model, axes, split.stages, split.mtp, ep=ep or 1, etp=etp)
 
 
-def _rank_rows(saved: SavedRun) -> dict[tuple[int, int], dict[str, Placed]]:
-    """What each rank of the saving run held, by name."""
+def _placement(saved: SavedRun) -> Placement:
+    """What each rank of the saving run held."""
     model = saved.model
     mesh = mesh_of(saved.args, model)
     layout = {**default_layout(model.family), "qkv": saved.layout["qkv"]}
-    here = Placement.of(model, mesh, layout, saved.padded)
-    return {
-        (dict(coord)["tp"], dict(coord)["pp"]): {p.name: p for p in rows}
-        for coord, rows in here.placed.items()
-    }
+    fused = saved.args.get("transformer_impl") == "transformer_engine"
+    return Placement.of(model, mesh, layout, saved.padded, frozenset({WHOLE_DOWN} if fused else ()))
 
 
 def _pools(saved: SavedRun, rows: Mapping[str, Placed], pp: int) -> list[list[Param]]:

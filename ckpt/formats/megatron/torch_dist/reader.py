@@ -14,6 +14,7 @@ rank would hold alone. docs/format.md lists the forms of optimizer state.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -31,7 +32,7 @@ from ....errors import CheckpointError, raise_all
 from ....model.box import Box
 from ....model.chunk_builder import ChunkBuilder
 from ....model.dtypes import ITEMSIZE
-from ....model.family import build_mesh, with_tensors
+from ....model.family import build_mesh, fill, with_tensors
 from ....model.file_layout import Index
 from ....model.layout import check_layout, default_layout
 from ....model.manifest import SLOTS, Chunk, Manifest, SideFile
@@ -51,7 +52,7 @@ from .files import COMMON_OBJECT, check_kind, common
 
 NAME = "torch_dist"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
-_NUMBERED = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.experts\.(\d{1,6}\.)?(linear_fc[12]\..+)")
 _STATE = re.compile(
     rf"(?:chained_\d+\.)?optimizer\.state\.({'|'.join(SLOTS)}|fp32_param|param)\.(.+)"
 )
@@ -104,7 +105,7 @@ class _Reader:
         self.model, self.config, notes = megatron_args.model_from_args(
             self.args, self.common.path, options, self.padded, megatron_files.homes(path, folder)
         )
-        held = (_row(self._parts(name)[1], 0) for name in self.listing.tensors)
+        held = (megatron_names.ours(_template(name)[1]) for name in self.listing.tensors)
         self.model = with_tensors(self.model, held, stored=True)
         true = self.model.sizes["vocab"]
         if self.padded < true:
@@ -117,8 +118,7 @@ class _Reader:
         here = Placement.of(
             self.model, one, self.layout, self.padded, nbytes=sum(self.listing.files.values())
         )
-        (rows,) = here.placed.values()
-        self.rows: dict[str, Placed] = {p.name: p for p in rows}
+        self.rows: dict[str, Placed] = {p.name: p for rows in here.placed.values() for p in rows}
         self.builder = ChunkBuilder(here)
         self.repeats = ChunkBuilder(here)  # masters of fp32 weights: not kept
         self.result = Checkpoint(path, NAME, Manifest({}, {}), self.model, one)
@@ -153,14 +153,14 @@ class _Reader:
             match = _STATE.fullmatch(name)
             if match is not None:
                 self._tensor(_STATES.get(match[1], match[1]), match[2], stored)
-            elif not name.startswith(megatron_dist_flat.PREFIX):
+            elif not megatron_dist_flat.is_flat(name):
                 self._tensor("", name, stored)
         raise_all(
             [*self.builder.faults, *(f"{n}: missing" for n in self.rows if n not in self.seen)],
             str(self.folder),
         )
         self._mesh()
-        self._flat({n: t for n, t in tensors.items() if n.startswith(megatron_dist_flat.PREFIX)})
+        self._flat({n: t for n, t in tensors.items() if megatron_dist_flat.is_flat(n)})
         self._left_out()
         raise_all([*self.builder.faults, *self.repeats.faults], str(self.folder))
         state = self._state()
@@ -248,47 +248,46 @@ class _Reader:
             whole = original
         else:
             original = None
-        layers, rest = self._parts(name)
+        stacked, rest = _template(name)
         shift, name_of = half_of_gated(rest)
-        first = self.rows.get(_row(name_of, layers or 0))
+        first = self._first(name_of, stacked)
         if first is None:
             self.builder.faults.append(
                 f"{file}: {stored.name}: unknown tensor of shape {list(stored.shape)}"
             )
             return
-        stacked = layers is None and _STACKED.fullmatch(name) is not None
-        wanted = (self.model.sizes["layer"], *first.shape) if stacked else first.shape
+        wanted = (*(self.model.sizes[index] for index in stacked), *first.shape)
         if shift is not None:
-            wanted = (*wanted[:-2], wanted[-2] // 2, wanted[-1]) if len(first.shape) > 1 else (
-                *wanted[:-1], wanted[-1] // 2,
-            )  # fmt: skip
+            dim = len(stacked)
+            wanted = (*wanted[:dim], wanted[dim] // 2, *wanted[dim + 1 :])
         if whole != wanted:
             self.builder.faults.append(
                 f"{file}: {stored.name}: shape {list(whole)}, the model needs {list(wanted)}"
             )
             return
         moved = (first.shape[0] // 2) * (shift or 0)
+        lead = len(stacked)
         for box, grid in boxes(stored, original):
-            lead = box.offsets[0] if stacked else (layers or 0)
-            inner = Box(box.offsets[1:], box.sizes[1:]) if stacked else box
-            inner = Box((inner.offsets[0] + moved, *inner.offsets[1:]), inner.sizes)
-            for i in range(box.sizes[0] if stacked else 1):
-                row = self.rows[_row(name_of, lead + i)]
+            inner = Box(box.offsets[lead:], box.sizes[lead:])
+            if moved:
+                inner = Box((inner.offsets[0] + moved, *inner.offsets[1:]), inner.sizes)
+            for at in itertools.product(*(range(n) for n in box.sizes[:lead])):
+                numbers = [o + i for o, i in zip(box.offsets, at, strict=False)]
+                row = self.rows.get(_filled(name_of, stacked, numbers))
+                if row is None:
+                    self.builder.faults.append(f"{file}: {stored.name}: {numbers} has no tensor")
+                    return
                 if not state:
                     self.seen.add(row.name)
-                self._box(builder, state, row, inner, grid, (i,) if stacked else ())
+                self._box(builder, state, row, inner, grid, at)
+
+    def _first(self, template: str, stacked: Sequence[str]) -> Placed | None:
+        """The row of the first layer and expert that a stacked key holds."""
+        return self.rows.get(_filled(template, stacked, [0] * len(stacked)))
 
     def _is_fp32(self, name: str) -> bool:
         weight = self.listing.tensors.get(name)
         return weight is not None and weight.dtype == "F32"
-
-    def _parts(self, name: str) -> tuple[int | None, str]:
-        """The layer number that a key names, if any, and the rest under our names."""
-        match = _NUMBERED.fullmatch(name)
-        if match:
-            return int(match[1]), "decoder.layers.{layer}." + match[2]
-        match = _STACKED.fullmatch(name)
-        return None, "decoder.layers.{layer}." + match[1] if match else name
 
     def _box(
         self, builder: ChunkBuilder, state: str, row: Placed, inner: Box, grid: Grid,
@@ -314,7 +313,7 @@ class _Reader:
             reason = next((why for part, why in _OBJECTS.items() if part in name), None)
             if reason is not None:
                 self.result.left_out.append((reason, 0))
-            elif not name.startswith(megatron_dist_flat.PREFIX):
+            elif not megatron_dist_flat.is_flat(name):
                 self.result.notes.append(f"not copied, of unknown use: {name}")
         if any("rng_state" in name for name in self.listing.objects):
             self.result.notes.append(
@@ -334,39 +333,53 @@ class _Reader:
             state = self._groups(state)
         return state.table()
 
-    def _object(self, key: str) -> Index | None:
+    def _object(self, key: str, chained: str = "") -> Index | None:
         """What the flat optimizer's first rank keeps as an object under ``key``."""
         end = f".{key}/shard_0_1"
-        name = next((n for n in self.listing.objects if n.endswith(end)), None)
+        name = next(
+            (n for n in self.listing.objects if n.endswith(end) and n.startswith(chained)), None
+        )
         if name is None or name in self.listing.lost:
             return None
         return dcp.objects(self.listing.objects[name])
 
     def _groups(self, state: TrainingState) -> TrainingState:
-        """Hyperparameters, from common.pt or from the first rank's object."""
-        index, where = self.common, "optimizer"
+        """Hyperparameters of all optimizers: with experts spread over ranks there are two."""
         opt = self.common.extra.get("optimizer")
-        inner = opt
-        if isinstance(opt, dict) and isinstance(opt.get("optimizer"), dict):
-            inner, where = opt["optimizer"], "optimizer.optimizer"
-        if not isinstance(inner, dict) or "param_groups" not in inner:
-            found = self._object("optimizer")
-            if found is None:
-                return state
-            index, where = found, "0"
-            inner = index.extra.get("0")
-        groups = inner.get("param_groups") if isinstance(inner, dict) else None
-        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        parts = [self._part(opt, "optimizer", "")]
+        if isinstance(opt, dict) and set(opt) == {0, 1}:
+            parts = [self._part(opt[i], f"optimizer.{i}", f"chained_{i}.") for i in (0, 1)]
+            opt = opt[0]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
             return state
         reader = OptimizerReader(self.builder, self.result)
-        rank = megatron_files.RankFile(self.folder, index, self.args, [], 3.0)
-        reader.groups(rank, groups, opt if isinstance(opt, dict) else {}, where)
+        reader.groups(found, opt if isinstance(opt, dict) else {})
         scaler = self._object("grad_scaler")  # beside the flat buffers; in common.pt else
         if scaler is not None:
             rank = megatron_files.RankFile(self.folder, scaler, self.args, [], 3.0)
             reader.scaler(rank, scaler.extra.get("0"), "0")
         table = {**state.megatron, "optimizer": reader.state}
         return replace(state, megatron=table, groups=tuple(reader.native))
+
+    def _part(
+        self, opt: object, base: str, chained: str
+    ) -> tuple[megatron_files.RankFile, list[Mapping[str, object]], str] | None:
+        """The groups of one optimizer, from common.pt or from its first rank's object."""
+        index, where, inner = self.common, base, opt
+        if isinstance(opt, dict) and isinstance(opt.get("optimizer"), dict):
+            inner, where = opt["optimizer"], f"{base}.optimizer"
+        if not isinstance(inner, dict) or "param_groups" not in inner:
+            found = self._object("optimizer", chained)
+            if found is None:
+                return None
+            index, where = found, "0"
+            inner = index.extra.get("0")
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            return None
+        rank = megatron_files.RankFile(self.folder, index, self.args, [], 3.0)
+        return rank, groups, where
 
 
 def _shifted_masters(
@@ -386,5 +399,20 @@ def _shifted_masters(
     )
 
 
-def _row(name: str, layer: int) -> str:
-    return megatron_names.ours(name.replace("{layer}", str(layer)))
+def _template(name: str) -> tuple[tuple[str, ...], str]:
+    """The indices that are dims of a key's tensor, and its name with their placeholders.
+
+    Layers are stacked in a first dim, or numbered in keys; so are the experts of a layer.
+    """
+    stacked: tuple[str, ...] = ()
+    if match := _STACKED.fullmatch(name):
+        stacked, name = ("layer",), "decoder.layers.{layer}." + match[1]
+    if match := _EXPERTS.fullmatch(name):
+        number = match[2] or "{expert}."
+        stacked += () if match[2] else ("expert",)
+        name = f"{match[1]}.local_experts.{number}{match[3]}"
+    return stacked, name
+
+
+def _filled(template: str, stacked: Sequence[str], numbers: Sequence[int]) -> str:
+    return megatron_names.ours(fill(template, dict(zip(stacked, numbers, strict=True))))

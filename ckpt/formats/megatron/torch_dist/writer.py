@@ -40,8 +40,6 @@ _DESCRIPTION = (
     '"common_backend": "torch", "common_backend_version": 1}'
 )
 _DCP = "torch.distributed.checkpoint"
-_EMPTY = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1",
-          "mlp.linear_fc2")  # fmt: skip
 
 
 def design(request: WriteRequest, root: PurePath) -> Design:
@@ -73,9 +71,10 @@ class _Designer:
         one = build_mesh(model, (("tp", 1), ("pp", 1)))
         layout = {**default_layout(model.family), "glu": "flat"}
         here = Placement.of(model, one, layout, self.classic.here.padded)
-        (self.rows,) = here.placed.values()
+        self.rows = [row for rows in here.placed.values() for row in rows]
         self.builder, self.dtypes = ChunkBuilder(here), StoredDtypes(request.metas)
-        self.layers = model.sizes["layer"]
+        freq = self.classic.args.get("moe_layer_freq", 1)
+        self.stacked = freq in (None, 1)  # else keys number the layers
         self.parts: list[FileLayout] = []  # of the blobs' file, with offsets from its start
         self.at = 0
         self.table: dict[str, Stub] = {}  # state_dict_metadata
@@ -86,11 +85,10 @@ class _Designer:
         for row in self.rows:
             dtype = self.dtypes.of(row, "") or "F32"
             self._tensor("", row, dtype, "")
-            for state in self._kinds():
+            for state in self._kinds() if row.trained else ():
                 self._state(state, row, dtype)
-        for layer in range(self.layers):
-            for module in _EMPTY:
-                self._object(f"decoder.layers.{module}._extra_state/shard_{layer}_{self.layers}")
+        for row in sorted(self.rows, key=lambda row: dict(row.numbers).get("layer", -1)):
+            self._extra_state(row)
         raise_all(self.dtypes.faults, "these tensors cannot be packed")
         files = [
             OutFile(str(self.folder / _BLOBS), self._joined()),
@@ -124,13 +122,11 @@ class _Designer:
 
     def _tensor(self, key: str, row: Placed, dtype: str, state: str) -> None:
         """A stored tensor, or one layer of a stacked one, as a blob of its own."""
-        name = megatron_names.fused(row.name)
-        layer = megatron_names.layer_of(row.name)
-        box, whole = Box((0,) * len(row.shape), row.shape), row.shape
-        if layer is not None:
-            name = name.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1)
-            box = Box((layer, *box.offsets), (1, *row.shape))
-            whole = (self.layers, *row.shape)
+        name, lead = self._key(row)
+        box = Box(
+            (*(at for at, _ in lead), *(0 for _ in row.shape)), (*(1 for _ in lead), *row.shape)
+        )
+        whole = (*(count for _, count in lead), *row.shape)
         fqn = f"optimizer.state.{key}.{name}" if key else name
         start = self._blob(torch_zip.layout_tree(Spec("tensor", dtype, box.sizes)))
         if fqn not in self.table:
@@ -144,8 +140,40 @@ class _Designer:
         offset = self.parts[-1].offsets["tensor"]
         self.builder.add(state, row, str(self.folder / _BLOBS), offset, dtype)
 
-    def _object(self, name: str) -> None:
+    def _key(self, row: Placed) -> tuple[str, list[tuple[int, int]]]:
+        """The key of a stored tensor, and (place, size) of each dim that stacks layers, experts.
+
+        Megatron-LM's local layers have the keys of TransformerEngine's dense ones, but for latent
+        attention.
+        """
+        classic, numbers = self.classic, dict(row.numbers)
+        name = row.name
+        if classic.fused:
+            moe = classic.has_experts(row)
+            name = megatron_names.fused(name, moe=moe, latent=classic.latent)
+        elif not classic.latent:
+            name = megatron_names.fused(name)
+        lead = []
+        sizes = self.target.model.sizes
+        if "layer" in numbers and self.stacked:
+            name = name.replace(f"decoder.layers.{numbers['layer']}.", "decoder.layers.", 1)
+            lead.append((numbers["layer"], sizes["layer"]))
+        if "expert" in numbers:
+            name = name.replace(f".local_experts.{numbers['expert']}.", ".experts.", 1)
+            lead.append((numbers["expert"], sizes["expert"]))
+        return name, lead
+
+    def _extra_state(self, row: Placed) -> None:
         """The local spec's empty extra state of a linear layer."""
+        name, lead = self._key(row)
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or module.rpartition(".")[2] not in megatron_out.LINEAR_OF_LAYERS:
+            return
+        at, of = (".".join(str(pair[i]) for pair in lead) for i in (0, 1))
+        self._object(f"{module}._extra_state/shard_{at or 0}_{of or 1}")
+
+    def _object(self, name: str) -> None:
+        """An object that holds nothing."""
         start = self._blob(torch_zip.layout_tree([None]))
         self.table[name] = Stub(f"{_DCP}.metadata", "BytesStorageMetadata", (), {})
         self._place(name, None, start)
@@ -204,14 +232,22 @@ class _Designer:
             tree["optimizer"] = self._optimizer()
         return tree
 
-    def _optimizer(self) -> dict[str, object]:
-        """Hyperparameters and the step; what is sharded lies in blobs."""
+    def _optimizer(self) -> object:
+        """Hyperparameters and the step; what is sharded lies in blobs.
+
+        Where experts are spread over ranks they have an optimizer of their own.
+        """
+        chain = self.classic.chain
+        made = [self._one_optimizer(experts) for experts in chain]
+        return made[0] if len(chain) == 1 else dict(enumerate(made))
+
+    def _one_optimizer(self, experts: bool | None) -> dict[str, object]:
         if self.target.sharded:
             return {
-                **self.classic.distributed_groups(),
+                **self.classic.distributed_groups(experts),
                 "param_state_sharding_type": "fully_reshardable",
             }
-        groups, step, step_in = self.classic.groups()
+        groups, step, step_in = self.classic.groups(experts)
         state: dict[str, object] = {}
         for group in groups:
             group.pop("params", None)
@@ -219,7 +255,7 @@ class _Designer:
         if step is not None and step_in == "state":
             state["common_step"] = torch_zip.Known("F32", (), struct.pack("<f", step))
         inner: dict[str, object] = {"state": state, "param_groups": groups}
-        half = any(self.dtypes.of(row, "") in HALF for row in self.rows)
+        half = any(self.dtypes.of(row, "") in HALF for row in self.rows if row.trained)
         return {"optimizer": inner, **self.classic.scaler()} if half else inner
 
 

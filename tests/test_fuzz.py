@@ -4,12 +4,14 @@ Where a damaged checkpoint is still read, the output must say what the damaged i
 our own comparison, and by the libraries of the formats where those read it too.
 """
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 from pathlib import Path
 
+import bounded
 import damage
 import independent
 import pytest
@@ -100,11 +102,12 @@ def json_edits(draw):
 
 
 def attempt(call):
-    """The result, or None where it was refused."""
-    try:
-        return call()
-    except CheckpointError:
-        return None
+    """The result, or None where it was refused; either costs what an input under 1 MiB may."""
+    found = None
+    with bounded.measured() as cost, contextlib.suppress(CheckpointError):
+        found = call()
+    assert not cost.complaint(), cost.complaint()
+    return found
 
 
 def by_library(folder):
@@ -118,6 +121,7 @@ def by_library(folder):
 def check(folder):
     """Everything that can be done with a damaged checkpoint."""
     before, to = tree(folder), folder.parent / "to"
+    assert sum(path.stat().st_size for path in files_of(folder)) < bounded.MiB
     to.mkdir()
     opened = attempt(lambda: open_checkpoint(folder))
     if opened is not None:
@@ -216,3 +220,23 @@ def test_files_exchanged_emptied_or_missing_are_read_right_or_refused(name, sour
                 (path.parent / "aside").rename(second)
 
             damaged(sources, name, a, swap)
+
+
+@pytest.mark.parametrize("name", ["loop", "memory"])
+def test_the_bounds_of_an_input_are_asserted(name):
+    """What takes more is found, also where it is refused in the end."""
+
+    def loop():
+        while True:
+            pass
+
+    def memory():
+        held = bytearray(bounded.MEMORY_BYTES + (32 << 20))
+        raise CheckpointError(f"{len(held)}")
+
+    if name == "memory":
+        with pytest.raises(AssertionError, match=r"MiB are allowed"):
+            attempt(memory)
+        return
+    with pytest.raises(bounded.TooLong), bounded.measured(stop_after_s=0.2):
+        loop()

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.function import Settings, contradictions, settings
 from .checkpoint.json_io import load_json
-from .checkpoint.state import ABSENT, TrainingState
+from .checkpoint.state import ABSENT, KEYS, TrainingState
 from .checkpoint.types import Checkpoint, ReadOptions
 from .completeness import incomplete_states
 from .errors import CheckpointError
+from .formats.hf.names import NAME as HF
+from .formats.megatron.classic.reader import NAME as MEGATRON
+from .formats.megatron.torch_dist.reader import NAME as TORCH_DIST
 from .integrity import faults_of, recorded_crcs, recorded_digests, size_faults, used_files
 from .jobs import RunOptions
 from .keywords import take_options
@@ -178,6 +181,7 @@ def _missing_categories(
     for name in sorted(absent) if not weights_only else ():
         has, lacks = (left, right) if name in sides[0] else (right, left)
         text = f"optimizer state {name}: only in {has.path}, not in {lacks.path}"
+        text += _expected(_OPTIMIZER, lacks)
         verdict.add("optimizer", name, text)
     return absent if not weights_only else sides[0] | sides[1]
 
@@ -207,7 +211,9 @@ def _compare_state(left: Checkpoint, right: Checkpoint, verdict: Verdict) -> Non
     for name, one, other in ours.differences(theirs):
         text = f"state {name}: {_short(one)} and {_short(other)}"
         if ABSENT in (one, other) and "." not in name:
-            text = f"state {name}: only in {left.path if other == ABSENT else right.path}"
+            has, lacks = (left, right) if other == ABSENT else (right, left)
+            value = _short(one if other == ABSENT else other)
+            text = f"state {name}: only in {has.path}: {value}{_expected(name, lacks)}"
         verdict.add("state", name, text)
     if None not in (left.frozen, right.frozen) and left.frozen != right.frozen:
         one, other = (sorted(c.frozen or ()) for c in (left, right))
@@ -237,6 +243,21 @@ def _same_bytes(one: StoragePath, other: StoragePath) -> bool:
     return one.size() == other.size() and all(
         one_part == other_part
         for one_part, other_part in zip(one.parts(), other.parts(), strict=True)
+    )
+
+
+_OPTIMIZER = "optimizer"
+# what a format has no place for: keys of a training state, and optimizer state
+_NO_PLACE = {HF: (*KEYS, _OPTIMIZER), MEGATRON: ("data",), TORCH_DIST: ("data",)}
+
+
+def _expected(name: str, lacks: Checkpoint) -> str:
+    """What to add where the format of a side is the reason that it lacks something."""
+    if name not in _NO_PLACE.get(lacks.format, ()):
+        return ""
+    return (
+        f"; this was to be expected, the format {lacks.format} has no place for it "
+        "(--weights-only compares the weights alone)"
     )
 
 

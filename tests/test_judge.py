@@ -445,3 +445,23 @@ def test_the_command_says_what_the_judge_found(made, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "differs: model.layers.1.mlp.down_proj.weight: 1 of 256 elements differs" in out
     assert out.splitlines()[-1].startswith("different: 1 tensors")
+
+
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+def test_what_a_format_has_no_place_for_is_a_difference_that_says_so(to, tmp_path):
+    """`state data: only in A` named neither the value nor the reason."""
+    case = raw("llama", layers=2)
+    values = {s: case.numbered(1000) for s in ("exp_avg", "exp_avg_sq")}
+    source = write_native(
+        tmp_path / "a", case.config, stored(case.config, case.state, 2, 1),
+        pack_states(case.config, values, 2, 1),
+        state={"data": {"cursor": 3}, "param_groups": [{"lr": 0.25, "step": 7}]},
+    )  # fmt: skip
+    out = reshard(source, tmp_path / "b", to=to, tp=1).output
+    for pair in ((source, out), (out, source)):
+        (line,) = [x for x in verify(*pair).differences if x.startswith("state data")]
+        assert line == (
+            f'state data: only in {source}: {{"cursor": 3}}; this was to be expected, the format '
+            f"{to} has no place for it (--weights-only compares the weights alone)"
+        )
+    assert verify(source, source).same

@@ -8,6 +8,7 @@ do not use the code under test.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MiB = 1 << 20
@@ -74,6 +75,30 @@ def case(variant: str = "llama", **options):
     return strategies.raw(variant, **{**META, **options})
 
 
+def _made_once(write: Callable[..., Path]) -> Callable[..., Path]:
+    """The same folder again is the same bytes again: most of a short test was to make them."""
+    made: dict[str, dict[str, bytes]] = {}
+
+    @functools.wraps(write)
+    def written(folder: Path, *args: object, **options: object) -> Path:
+        try:
+            key = json.dumps([args, options])
+        except TypeError:  # a model of the test's own
+            return write(folder, *args, **options)
+        if key not in made:
+            write(folder, *args, **options)
+            made[key] = content(folder)  # type: ignore[assignment]
+            return folder
+        folder.mkdir(parents=True)
+        for name, data in made[key].items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
+        return folder
+
+    return written
+
+
+@_made_once
 def write_hf(folder: Path, variant: str = "llama", *, binary=False, sides=False, **options) -> Path:
     """A Hugging Face folder of one file."""
     import strategies
@@ -106,6 +131,7 @@ def write_split(folder: Path, *, parts: int = 3, binary: bool = False, made=None
     return folder
 
 
+@_made_once
 def write_native(folder: Path, tp: int = 2, pp: int = 2, *, made=None, optimizer=True, **options):
     """Native shards, with optimizer state unless told otherwise."""
     import independent

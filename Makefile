@@ -11,7 +11,9 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3.10 python
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 \
 	&& { command -v "$$name"; break; }; done)
 
-# Tests start several processes at once: one thread each, and nothing fetched while they run.
+# Tests start several processes at once: one thread each, and nothing fetched while they run. They
+# start many interpreters too, which are not to compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -31,8 +33,12 @@ help:
 	@echo "make demo       a small real model, there and back"
 	@echo "make clean      removes .venv and everything built"
 
+# So many processes take one test file after the other, in the order that conftest.py gives them.
+WORKERS ?= 2
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-test $(VENV)/.installed-model
-	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "not slow and not gpu" $(SPREAD) $(ARGS)
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)

@@ -20,9 +20,10 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the packages that checkpoints need, under the names that they are installed by."""
-    shutil.copytree(ROOT / "shardwright", tmp_path / "lib" / "shardwright")
+    compiled = shutil.ignore_patterns("__pycache__")  # other processes may be writing there
+    shutil.copytree(ROOT / "shardwright", tmp_path / "lib" / "shardwright", ignore=compiled)
     for name in ("ckpt", "tools"):
-        shutil.copytree(ROOT / name, tmp_path / "lib" / "shardwright" / name)
+        shutil.copytree(ROOT / name, tmp_path / "lib" / "shardwright" / name, ignore=compiled)
     return tmp_path / "lib"
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -220,6 +221,13 @@ def _program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def free_port() -> str:
+    """A port at which nobody listens on any address of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
+
+
 # --- two machines ------------------------------------------------------------------------------
 
 
@@ -295,7 +303,7 @@ def test_two_machines_train_as_one_does(
     place = make_place(tmp_path)
     common = [sys.executable, "-m", "shardwright.tools.train_ckpt", "--num-machines", "2",
               "--nproc", "1", "--main-process-ip", machines.address, "--rdzv-backend", backend,
-              "--main-process-port", "29671"]  # fmt: skip
+              "--main-process-port", free_port()]  # fmt: skip
     commands = [[*common, *(["--machine-rank", str(i)] if backend == "static" else [])]
                 for i in range(2)]  # fmt: skip
     _on_both(machines, place, "out", commands)
@@ -307,14 +315,14 @@ def test_two_machines_train_as_one_does(
 def test_torchrun_starts_ranks_on_two_machines(
     machines: Machines, tmp_path: Path, on_one: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = make_place(tmp_path)
+    place, port = make_place(tmp_path), free_port()
     commands = []
     for i in range(2):
         cable = f"sw{os.getpid() % 10000}{'ab'[i]}"
         commands.append(
             ["env", f"GLOO_SOCKET_IFNAME={cable}", sys.executable, "-m", "torch.distributed.run",
              "--nnodes=2", "--nproc-per-node=1", f"--node-rank={i}",
-             f"--master-addr={machines.address}", "--master-port=29672",
+             f"--master-addr={machines.address}", f"--master-port={port}",
              "-m", "shardwright.tools.train_ckpt"]
         )  # fmt: skip
     _on_both(machines, place, "out", commands)
@@ -327,7 +335,7 @@ def test_two_agents_meet_on_one_host(tmp_path: Path, on_one: list[float]) -> Non
     place = make_place(tmp_path)
     common = [sys.executable, "-m", "shardwright.tools.train_ckpt", "--num-machines", "2",
               "--nproc", "1", "--main-process-ip", "127.0.0.1",
-              "--main-process-port", "29673"]  # fmt: skip
+              "--main-process-port", free_port()]  # fmt: skip
     here = Machines(([], []), "127.0.0.1")
     _on_both(here, place, "out", [[*common, "--machine-rank", str(i)] for i in range(2)])
     assert losses(place / "out") == pytest.approx(on_one, abs=1e-6)

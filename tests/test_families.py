@@ -355,6 +355,26 @@ def test_defaults_and_spellings_are_those_of_transformers(name):
         assert changed, "an old spelling that is not read"
 
 
+def test_a_model_beyond_a_plain_decoder_is_no_llama_of_the_same_tensors():
+    plain = {**BASE, "model_type": "llama"}
+    granite = {**BASE, "attention_multiplier": D**-0.5, "model_type": "granite"}
+    assert contradictions(said(plain), said(granite)) == {}
+    for changes in ({"residual_multiplier": 0.5}, {"attention_multiplier": 0.3}):
+        found = contradictions(said(plain), said({**granite, **changes}))
+        assert found == {"beyond a plain decoder": ([], list(changes))}
+
+
+@pytest.mark.parametrize(("name", "norm", "rotary"), [
+    ("nemotron", "zero_centered", "half"), ("gemma3", "zero_centered", "half"),
+    ("glm", "plain", "interleaved"), ("cohere", "plain", "interleaved"),
+    ("olmo2", "plain", "half"),
+])  # fmt: skip
+def test_shards_record_how_norms_and_rotary_pairs_are_meant(name, norm, rotary, made, tmp_path):
+    reshard(made.folder / name, tmp_path / "out", tp=1, run=QUIET)
+    layout = json.loads((tmp_path / "out" / "checkpoint.json").read_text())["layout"]
+    assert (layout["norm"], layout["rotary"]) == (norm, rotary)
+
+
 def test_megatron_core_computes_what_args_say_and_the_rest_is_refused_by_name(made):
     pytest.importorskip("megatron.core")
     for name, tiny in TINY.items():
@@ -381,7 +401,9 @@ def test_the_list_of_families_is_that_of_the_tables_and_of_the_trainer(capsys):
     rows = {row["family"]: row for row in json.loads(capsys.readouterr().out)}
     kinds = [kind for row in rows.values() for kind in row["model_type"].split(", ")]
     assert sorted(kinds) == sorted(families.tables())
-    assert {name for name, row in rows.items() if row["train"] == "yes"} == set(TRAINED)
+    assert {name for name, row in rows.items() if row["train"] != "no"} == set(TRAINED)
+    assert rows["gpt_neox"]["train"] == "if use_parallel_residual is false"
+    assert rows["granite"]["train"] == rows["llama"]["train"] == "yes"
     for kind, family in families.tables().items():
         says = rows[family.name]["megatron"]
         assert says.startswith("no: ") == bool(_beyond(kind))

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from strategies import tiny_model
 
 from shardwright.ckpt import CheckpointError, ReadOptions, RunOptions, merge, reshard
+from shardwright.ckpt.formats.hf.wrapped import tower_of
 from shardwright.tools.merge_ckpt import main
 
 QUIET, DROP = RunOptions(workers=1), ReadOptions(drop_vision=True)
@@ -125,6 +126,29 @@ def test_every_spelling_of_the_prefix_is_found(prefix, instead, head, wrapper, t
     merge(tmp_path / "a", tmp_path / "out", run=QUIET)
     assert_same(load_hf(tmp_path / "out"), state)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.visual.blocks.0.attn.qkv.weight", "model.visual"),
+        ("visual.patch_embed.proj.weight", "visual"),
+        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight", "vision_tower"),
+        ("model.vision_tower.encoder.layers.0.mlp.fc1.weight", "model.vision_tower"),
+        ("model.multi_modal_projector.linear_1.weight", "model.multi_modal_projector"),
+        ("model.connector.modality_projection.proj.weight", "model.connector"),
+        ("image_newline", "image_newline"),
+        ("audio_tower.layers.0.self_attn.q_proj.weight", "audio_tower"),
+        ("model.embed_audio.embedding_projection.weight", "model.embed_audio"),
+        ("model.layers.0.self_attn.q_proj.weight", ""),
+        ("language_model.model.norm.weight", ""),
+        ("lm_head.weight", ""),
+        ("mtp.layers.0.mlp.gate.weight", ""),
+        ("visualizer.weight", ""),
+    ],
+)
+def test_vision_and_audio_parts_are_known_by_their_names(name, part):
+    assert tower_of(name) == part
 
 
 def test_the_command_takes_the_option_and_the_language_model_alone(tmp_path, capsys):

@@ -92,7 +92,9 @@ def known_families() -> list[dict[str, str]]:
             "model_type": ", ".join(family.model_types),
             "weights": "yes",
             "megatron": family.args,
-            "train": "yes" if family.name in FAMILIES else "no",
+            "train": family.trained(FAMILIES[family.name].factors)
+            if family.name in FAMILIES
+            else "no",
         }
         for family in known()
     ]

@@ -10,6 +10,7 @@ is in its table (``Family.function``).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 
@@ -77,14 +78,23 @@ def settings(config: Config, model: Model | None) -> Settings:
         found["rotary pairs"] = function.rotary
         found["attention window"] = _window(said, function, model.sizes["layer"])
         found["layers without positions"] = _without_positions(said, model.sizes["layer"])
+        odd = [key for key, plain in function.plain.items() if said.get(key) not in plain]
         if _SCORES in function.defaults:
             known.add(_SCORES)
-            found["factor of attention scores"] = said[_SCORES]
-        found["beyond a plain decoder"] = list(function.beyond)
+            factor = found["factor of attention scores"] = said[_SCORES]
+            if not is_usual_factor(factor, model.sizes["hd"]):
+                odd.append(_SCORES)
+        found["beyond a plain decoder"] = [*function.beyond, *odd]
     for key, value in said.items():
         if key not in known and not _is_harmless(key):
             found[key] = value
     return found
+
+
+def is_usual_factor(factor: object, head: int) -> bool:
+    """Whether attention scores are multiplied by 1 / sqrt(head size)."""
+    usual = head**-0.5
+    return isinstance(factor, (int, float)) and math.isclose(factor, usual, rel_tol=1e-6)
 
 
 def _tabled(model: Model) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..model.family import Family
@@ -17,26 +17,40 @@ class Known:
 
     name: str
     model_types: tuple[str, ...]
-    # what args of Megatron-LM say of it: "yes", "if KEY is VALUE", or "no: what they cannot say"
-    args: str
+    beyond: tuple[str, ...]  # what args of Megatron-LM cannot say of it, whatever the config
+    # config key -> "KEY is VALUE", without which a GPTModel does not compute it
+    conditions: Mapping[str, str]
+
+    @property
+    def args(self) -> str:
+        """What args of Megatron-LM say of it: "yes", "if ...", or "no: what they cannot say"."""
+        return "no: " + ", ".join(self.beyond) if self.beyond else _if(self.conditions.values())
+
+    def trained(self, factors: Iterable[str]) -> str:
+        """The same for a trainer that knows the family and computes the config keys ``factors``."""
+        return _if(text for key, text in self.conditions.items() if key not in factors)
 
 
 def known() -> list[Known]:
     """Every family, by name."""
     families = {family.name: family for family in tables().values()}
     return [
-        Known(name, family.model_types, _args(family)) for name, family in sorted(families.items())
+        Known(name, family.model_types, family.function.beyond, _conditions(family))
+        for name, family in sorted(families.items())
     ]
 
 
-def _args(family: Family) -> str:
-    function = family.function
-    if function.beyond:
-        return "no: " + ", ".join(function.beyond)
-    plain = [f"{key} is {json.dumps(values[0])}" for key, values in function.plain.items()]
-    if "attention_multiplier" in function.defaults:
-        plain.append("attention_multiplier is 1/sqrt(head size)")
-    return f"if {', '.join(plain)}" if plain else "yes"
+def _conditions(family: Family) -> dict[str, str]:
+    function, scores = family.function, "attention_multiplier"
+    found = {key: f"{key} is {json.dumps(values[0])}" for key, values in function.plain.items()}
+    if scores in function.defaults:
+        found[scores] = f"{scores} is 1/sqrt(head size)"
+    return found
+
+
+def _if(conditions: Iterable[str]) -> str:
+    needed = ", ".join(conditions)
+    return f"if {needed}" if needed else "yes"
 
 
 # --- an unknown model ---------------------------------------------------------------------------

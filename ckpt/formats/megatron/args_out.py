@@ -7,11 +7,10 @@ them, without an error. Only args that were read from a file of Megatron-LM are 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
-from ...checkpoint.function import Settings, settings
+from ...checkpoint.function import Settings, is_usual_factor, settings
 from ...containers import pickles
 from ...containers.pickles import Global
 from ...errors import CheckpointError
@@ -178,9 +177,7 @@ def _scores_unsaid(wanted: Settings, head: int) -> list[str]:
     if scalar is not None and scalar != head:
         rows.append(f"query_pre_attn_scalar {shown(scalar)}, heads of {head}")
     factor = wanted.get("factor of attention scores")
-    if factor is not None and not (
-        isinstance(factor, (int, float)) and math.isclose(factor, head**-0.5, rel_tol=1e-6)
-    ):
+    if factor is not None and not is_usual_factor(factor, head):
         rows.append(f"attention_multiplier {shown(factor)}, heads of {head}")
     return rows
 

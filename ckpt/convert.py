@@ -12,6 +12,7 @@ from .checkpoint.config import find_config, with_config
 from .checkpoint.types import WITHOUT, Checkpoint, ReadOptions
 from .completeness import frozen_faults, incomplete_states
 from .errors import CheckpointError, raise_all
+from .formats import writer as writer_of
 from .formats import writers
 from .formats.hf.names import NAME as HF
 from .formats.native.names import NAME as SHARDS
@@ -252,7 +253,7 @@ def _writer(ckpt: Checkpoint, options: ReshardOptions) -> Writer:
     name = options.to or (ckpt.format if ckpt.format in writers() else SHARDS)
     name = SHARDS if name == HF and options.to is None else name
     _check_applies(replace(options, to=name))
-    return writers()[name]
+    return writer_of(name)
 
 
 def _check_optimizer(ckpt: Checkpoint, options: ReshardOptions) -> None:
@@ -301,7 +302,7 @@ def _check_applies(options: ReshardOptions) -> None:
     if options.to not in writers():
         known = ", ".join(sorted(writers()))
         raise CheckpointError(f"--to {options.to}: not a format; known are {known}")
-    writer = writers()[options.to]
+    writer = writer_of(options.to)
     parallel = {f"--{axis}" for axis in AXES} | {"--dp", "--make-vocab-size-divisible-by"}
     takes = writer.TAKES if writer.WEIGHTS_ONLY else parallel | writer.TAKES
     wrong = [name for name in options.asked() if name not in takes]

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .checkpoint.types import Checkpoint
-from .containers import torch_zip
 from .errors import raise_all
 from .model.file_layout import RecordedChecksum, RecordedDigest
 from .move.computed import real_ranges
@@ -156,6 +155,8 @@ def recorded_crcs(ckpt: Checkpoint, files: Iterable[str]) -> list[RecordedChecks
     rest = wanted - {file.path for file in ckpt.files} - {crc.file for crc in found}
     for path in sorted(rest):  # an optimizer's file beside a rank's
         if path.endswith((".bin", ".pt", ".pth")):
+            from .containers import torch_zip
+
             found += torch_zip.checksums(ckpt.path.at(path))
     return found
 

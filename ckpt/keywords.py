@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
@@ -76,6 +75,8 @@ def take_options(
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         if name not in known:
+            import difflib
+
             near = difflib.get_close_matches(name, [*known, *own], 1, 0.5)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise TypeError(f"{function}() got an unexpected keyword {name}{meant}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from . import hub
 from .checkpoint.types import Checkpoint, ReadOptions
 from .errors import CheckpointError
-from .formats import Format, foreign, formats
+from .formats import Format, fitting, foreign, formats
 from .formats.hf.names import NAME as HF
 from .formats.native.names import CHECKPOINT, NAME
 from .formats.native.reader import is_described
@@ -61,26 +61,26 @@ def _format_of(where: StoragePath, asked: str | None) -> tuple[Format, list[str]
     A valid checkpoint.json names its files, so all others do not belong to it. Without one, two
     formats in a folder are refused until the user chooses.
     """
-    known = {fmt.NAME: fmt for fmt in formats()}
-    if asked is not None and asked not in known:
+    if asked is not None and asked not in (known := [fmt.NAME for fmt in formats()]):
         raise CheckpointError(f"--format {asked}: not a format; known are {', '.join(known)}")
     part = foreign.what_file(where) if where.is_file() else ""
     if part:
         raise CheckpointError(f"{where}: {part}")
-    fits = [name for name, fmt in known.items() if fmt.sniff(where)]
+    found = {fmt.NAME: fmt for fmt in fitting(where)}
+    fits = list(found)
     if not fits:
         raise CheckpointError(f"{where}: {_unknown(where)}")
     if asked is not None and asked not in fits:
         raise CheckpointError(f"{where}: --format {asked}: it holds {' and '.join(fits)}")
     if asked is not None or len(fits) == 1:
-        return known[asked or fits[0]], []
+        return found[asked or fits[0]], []
     if fits[0] != NAME or not is_described(where):
         raise CheckpointError(
             f"{where}: holds checkpoints of {len(fits)} formats, {' and '.join(fits)}; say which "
             f"with --format, e.g. --format {fits[0]}"
         )
     others = " and ".join(fits[1:])
-    return known[fits[0]], [
+    return found[fits[0]], [
         f"{where}: beside what {CHECKPOINT} describes lie files of the format {others}, "
         f"not read (--format {fits[1]} reads them)"
     ]
@@ -153,7 +153,7 @@ def _numbered(where: StoragePath, iteration: int) -> StoragePath:
 def is_checkpoint(where: Where) -> bool:
     """Whether a format reads this path."""
     path = storage_path(where)
-    return path.exists() and any(fmt.sniff(path) for fmt in formats())
+    return path.exists() and bool(fitting(path))
 
 
 def check_replaceable(where: Where) -> None:
@@ -167,7 +167,7 @@ def check_replaceable(where: Where) -> None:
     finish_save(path)
     if not (held := path.iterdir()):
         return
-    fits = {fmt.NAME for fmt in formats() if fmt.sniff(path)}
+    fits = {fmt.NAME for fmt in fitting(path)}
     others = [child.name for child in held if _OTHER.fullmatch(child.name) and child.is_dir()]
     run = len(others) == 1 and not fits & {NAME, HF}  # Megatron-LM's folder around an iteration
     why = f"it is no checkpoint (it holds {held[0].name!r})" if not fits else ""

@@ -18,7 +18,16 @@ import pytest
 import torch
 from independent import Ranks, Tensors, engine_names, renumbered, stored
 
-from shardwright.ckpt import CheckpointError, ReadOptions, merge, open_checkpoint, reshard, verify
+from shardwright.ckpt import (
+    CheckpointError,
+    ReadOptions,
+    formats,
+    merge,
+    open_checkpoint,
+    reshard,
+    verify,
+)
+from shardwright.ckpt.move.storage import storage_path
 from shardwright.ckpt.reader import read_checkpoint
 from shardwright.tools import inspect_ckpt, merge_ckpt, verify_ckpt
 from shardwright.tools import reshard as reshard_command
@@ -685,3 +694,26 @@ def test_one_rank_without_an_optimizer_is_named(rank: str, golden: Path, tmp_pat
     found = [f for f in verify(root).findings if f.kind == "optimizer"]
     assert any(rank in f.text for f in found)
     assert merge(root, tmp_path / "hf").output.is_dir()  # needs none
+
+
+# What a format is recognised by: names of files, and folders (with a slash).
+TELLING = (
+    "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt", "release/mp_rank_00/x",
+    "iter_0000005/mp_rank_00/x", "iter_0000005/metadata.json", "iter_0000005/__0_0.distcp",
+    "latest_checkpointed_iteration.txt", "dist_ckpt/.metadata", "metadata.json", ".metadata",
+    "common.pt", "__0_0.distcp", "checkpoint.json", "model.safetensors", "notes.txt",
+    "pytorch_model_tp_0_pp_0.bin", "model-00001-of-00002.safetensors", "checkpoint-5/x",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", TELLING)
+def test_a_reader_that_is_not_imported_for_a_folder_would_not_have_read_it(first, tmp_path):
+    """Alone and beside any other: each reader's own answer, and that by the folder's names."""
+    for i, second in enumerate(TELLING):
+        folder = tmp_path / str(i)
+        for name in {first, second}:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}")
+        path = storage_path(folder)
+        asked = [fmt.NAME for fmt in formats.formats() if fmt.sniff(path)]
+        assert [fmt.NAME for fmt in formats.fitting(path)] == asked

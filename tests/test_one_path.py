@@ -10,7 +10,7 @@ import torch
 from fixtures_safety import content, refused, write_hf, write_native
 
 from shardwright.ckpt import ReadOptions, RunOptions, merge, plan, reshard
-from shardwright.ckpt.formats import writers
+from shardwright.ckpt.formats import writer
 from shardwright.ckpt.formats.writing import WriteRequest
 from shardwright.ckpt.reader import read_checkpoint
 
@@ -127,7 +127,7 @@ def test_a_tensor_that_the_source_lost_is_an_error_toward_hf_too(home):
     ckpt = read_checkpoint("native", ReadOptions(weights_only=True))
     lost = "model.layers.2.mlp.down_proj.weight"
     less, request = request_without(ckpt, lost)
-    made = writers()["hf"].design(request, home / "out")
+    made = writer("hf").design(request, home / "out")
     refused(lambda: plan(less.manifest, made.manifest), lost, "missing in the source")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from ..containers import torch_zip
 from ..errors import CheckpointError
 from ..model.family import Model
 from ..model.file_layout import FileLayout, Index, RecordedChecksum, Spec
@@ -118,6 +117,8 @@ class Checkpoint:
             yield from self.blob_checksums()
         for path in dict.fromkeys([*(file.path for file in self.files), *self.described_by]):
             if path.endswith((".bin", ".pt", ".pth")):
+                from ..containers import torch_zip
+
                 yield from torch_zip.checksums(self.path.at(path))
 
     def tied_to(self, fqn: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
@@ -30,17 +31,48 @@ class Format(Protocol):
 # The first whose ``sniff`` says yes reads a path. Import errors surface: a broken format must
 # not look like an unknown checkpoint.
 _READERS = ("native.reader", "megatron.torch_dist.reader", "megatron.classic.reader", "hf.reader")
-_WRITERS = ("native.writer", "megatron.torch_dist.writer", "megatron.classic.writer", "hf.writer")
+# what ``--to`` calls it -> its module
+_WRITERS = {
+    "shards": "native.writer",
+    "torch_dist": "megatron.torch_dist.writer",
+    "megatron": "megatron.classic.writer",
+    "hf": "hf.writer",
+}
+# Names of which every folder of a format has one. Its reader takes long to import, and is not
+# imported for a folder without.
+_MEGATRON = re.compile(
+    r"mp_rank_.*|iter_\d+|release|latest_checkpointed_iteration\.txt"
+    r"|dist_ckpt|metadata\.json|\.metadata|common\.pt|.*\.distcp"
+)
+_TELLING = {"megatron.torch_dist.reader": _MEGATRON, "megatron.classic.reader": _MEGATRON}
 
 
 @cache
 def formats() -> tuple[Format, ...]:
     """Every format that is read, in the order in which they are tried."""
-    return tuple(cast("Format", import_module(f".{name}", __name__)) for name in _READERS)
+    return tuple(map(_reader, _READERS))
 
 
-@cache
-def writers() -> dict[str, Writer]:
-    """What ``--to`` calls it -> the module that writes it."""
-    found = [cast("Writer", import_module(f".{name}", __name__)) for name in _WRITERS]
-    return {writer.TO: writer for writer in found}
+def fitting(path: StoragePath) -> tuple[Format, ...]:
+    """Every format that ``path`` is a checkpoint of, in the order in which they are tried."""
+    names = [child.name for child in path.iterdir()] if path.is_dir() else []
+    possible = [
+        module
+        for module in _READERS
+        if module not in _TELLING or any(map(_TELLING[module].fullmatch, names))
+    ]
+    return tuple(fmt for fmt in map(_reader, possible) if fmt.sniff(path))
+
+
+def _reader(module: str) -> Format:
+    return cast("Format", import_module(f".{module}", __name__))
+
+
+def writers() -> tuple[str, ...]:
+    """What ``--to`` calls each format that is written."""
+    return tuple(_WRITERS)
+
+
+def writer(to: str) -> Writer:
+    """The writer of a format, under its name in ``--to``."""
+    return cast("Writer", import_module(f".{_WRITERS[to]}", __name__))

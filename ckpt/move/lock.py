@@ -16,8 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
-import socket
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
@@ -51,7 +49,7 @@ class OutputLock:
 
     def __init__(self, path: Path, output: Path, *, break_it: bool = False) -> None:
         self.path, self.output, self.break_it = path, output, break_it
-        self.record = Record(secrets.token_hex(8), *_here())
+        self.record = Record(os.urandom(8).hex(), *_here())
         self._fd = -1
         self._renewed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -210,7 +208,7 @@ def _here() -> tuple[str, str, str, int, str]:
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
     pid = os.getpid()
-    return socket.gethostname(), boot, space, pid, _started(pid)
+    return os.uname().nodename, boot, space, pid, _started(pid)
 
 
 def _started(pid: int) -> str:

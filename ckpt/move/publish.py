@@ -9,7 +9,6 @@ the lock's record, the journal or the caller says that this tool made it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -284,6 +283,8 @@ def folder_mode(mode: int) -> int:
 
 def _exchange(new: Path, old: Path, aside: Path) -> None:
     """Swap two folders in one step if the system can, else by renames with ``aside`` in between."""
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "renameat2", None)
     if call is not None:

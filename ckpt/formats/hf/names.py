@@ -6,7 +6,7 @@ import re
 from pathlib import PurePath
 
 from ...checkpoint.types import Container
-from ...containers import safetensors, torch_zip
+from ...containers import safetensors
 from ...move.storage import StoragePath
 
 NAME = "hf"
@@ -18,7 +18,11 @@ SPLIT = re.compile(r"(model|pytorch_model)-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 def container_of(path: StoragePath | PurePath) -> Container:
     """The container of a file, by its ending."""
-    return safetensors if path.suffix == ".safetensors" else torch_zip
+    if path.suffix == ".safetensors":
+        return safetensors
+    from ...containers import torch_zip  # with pickles and more, which few runs need
+
+    return torch_zip
 
 
 def file_names(count: int, *, safe: bool) -> list[str]:

@@ -22,7 +22,6 @@ from ...checkpoint.config import (
 )
 from ...checkpoint.json_io import CHECKSUMS, load_json, read_digests
 from ...checkpoint.types import Checkpoint, FileSummary, ReadOptions
-from ...containers.tensor_names import no_tensors
 from ...errors import CheckpointError, raise_all
 from ...families import is_known
 from ...families.known import nearest
@@ -83,8 +82,11 @@ def read(path: StoragePath, options: ReadOptions) -> Checkpoint:
     result.left_out += plain.left_out
     for index in indices:
         result.files.append(FileSummary(index.path, "", index.size_bytes, len(index.entries)))
-        behind = no_tensors(index.extra)
-        if behind:
+        if not index.extra:
+            continue
+        from ...containers.tensor_names import no_tensors  # only .bin files have such values
+
+        if behind := no_tensors(index.extra):
             result.notes.append(f"{index.path}: not copied, no tensors: {', '.join(behind)}")
     if model is not None:
         result.model = model = with_tensors(model, [*metas, *result.copied])

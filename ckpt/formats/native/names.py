@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...checkpoint.claims import MAX_RANKS
 from ...checkpoint.types import WITHOUT, Container
-from ...containers import safetensors, torch_zip
+from ...containers import safetensors
 from ...errors import CheckpointError, raise_all
 from ...model.mesh import AXES, Coord, Mesh
 from ...move.storage import StoragePath
@@ -122,7 +122,11 @@ def shards_of(file: Coord) -> tuple[Coord, ...]:
 
 
 def container(suffix: str) -> Container:
-    return safetensors if suffix == "safetensors" else torch_zip
+    if suffix == "safetensors":
+        return safetensors
+    from ...containers import torch_zip  # with pickles and more, which few runs need
+
+    return torch_zip
 
 
 def mesh_table(mesh: Mesh, dp: int) -> tuple[tuple[str, int], ...]:

@@ -30,7 +30,6 @@ from ...model.mesh import AXES, Coord, Mesh, Stages, named_axes
 from ...model.pipeline import Pipeline, parse, single, split_by_counts
 from ...model.placement import Placement
 from ...move.storage import StoragePath
-from ..megatron import known_args
 from ..megatron.names import EXTRA, FUSED_NORMS
 from ..side_files import left_behind, side_files
 from .names import (
@@ -386,6 +385,8 @@ class _Reader:
         state = TrainingState.of(table, self.result.state_file)
         args = state.megatron.get("args")
         if isinstance(args, dict):
+            from ..megatron import known_args
+
             known_args.check_numbers(args, f"{self.result.state_file}: megatron")
         return state.table()
 

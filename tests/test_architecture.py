@@ -42,6 +42,7 @@ APART = {
 SEEN_BY_ALL = {"errors", "layout"}
 TRAIN: dict[str, set[str]] = {
     "train": {"accelerate", "config"},
+    "__main__": {"accelerate", "run"},
     "accelerate": {"checkpoint", "config", "core", "data", "doctor", "from_config", "patches"},
     "run": {"checkpoint", "config", "core", "data", "doctor", "from_config"},
     "doctor": {"config", "from_config", "planning"},

@@ -212,7 +212,7 @@ def test_bash_completes_commands_options_and_choices(tmp_path):
     assert completed(script, "shardwright", "merge", "--max") == ["--max-shard-size"]
     assert completed(script, "merge-ckpt", "--max") == ["--max-shard-size"]
     assert completed(script, "/usr/bin/reshard", "x", "--replicas", "") == ["compare", "first"]
-    assert completed(script, "train-ckpt", "") == ["config", "doctor"]
+    assert completed(script, "train-ckpt", "") == ["config", "doctor", "run"]
     assert completed(script, "train-ckpt", "doctor", "--topo") == ["--topology"]
     assert completed(script, "shardwright", "train", "config", "--show") == ["--show"]
     assert completed(script, "shardwright", "completion", "") == ["bash", "zsh", "fish"]

@@ -101,7 +101,7 @@ def _trees() -> dict[Path, ast.Module]:
 
 def test_every_private_name_of_another_package_is_in_the_table() -> None:
     used: dict[str, str] = {}
-    own = {"_cos_sin"}  # our mark on a tensor
+    own = {"_cos_sin", "_exit"}  # our mark on a tensor; os._exit is public
     for path, tree in _trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):

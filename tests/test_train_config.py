@@ -435,6 +435,64 @@ def test_a_yaml_means_what_accelerate_launch_makes_of_it(
     assert from_plugin(launched, world_size=16).precision.name == "bf16"
 
 
+GUIDE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MEGATRON_LM
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+megatron_lm_config:
+  megatron_lm_gradient_clipping: 1.0
+  megatron_lm_learning_rate_decay_iters: 320000
+  megatron_lm_num_micro_batches: 1
+  megatron_lm_pp_degree: 2
+  megatron_lm_recompute_activations: true
+  megatron_lm_sequence_parallelism: false
+  megatron_lm_tp_degree: 2
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_yaml_of_the_guides_is_read_with_a_line_on_old_names_and_places(
+    flat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = yaml.safe_load(GUIDE)
+    if flat:
+        table |= {key: str(value) for key, value in table.pop("megatron_lm_config").items()}
+    path = tmp_path / "guide.yaml"
+    path.write_text(yaml.safe_dump(table))
+    file = read_accelerate(path)
+    said = {name: value for name, (value, _) in file.plugin.items()}
+    assert str(said.pop("lr_decay_iters")) == "320000"
+    assert set(said) == {"gradient_clipping", "num_micro_batches", "pp_degree", "tp_degree",
+                         "recompute_activations", "sequence_parallelism"}  # fmt: skip
+    renamed = "megatron_lm_learning_rate_decay_iters is read as megatron_lm_lr_decay_iters"
+    assert file.notes[-1] == f"{path}: {renamed}"
+    assert len(file.notes) == 1 + flat
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(path))
+    plugin = MegatronLMPlugin()
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.sequence_parallelism) == (2, 2, False)
+    assert plugin.lr_decay_iters == 320000
+
+
+def test_two_names_of_one_field_that_disagree_are_refused(tmp_path: Path) -> None:
+    table = yaml.safe_load(GUIDE)
+    table["megatron_lm_config"]["megatron_lm_lr_decay_iters"] = 7
+    path = tmp_path / "guide.yaml"
+    path.write_text(yaml.safe_dump(table))
+    with pytest.raises(TrainError, match=r"lr_decay_iters: the file says 320000.* and, with .*7"):
+        read_accelerate(path)
+
+
 def test_a_yaml_says_how_many_processes_and_machines(
     their_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first not in COMMANDS:
         return options.unknown_command(PROG, first, COMMANDS)
     row = COMMANDS[first]
-    command = import_module(f"{__package__}.{row.module}").command
-    return options.run(partial(command, prog=f"{PROG} {first}"), words[1:], row.refused)
+    module = import_module(f"{__package__}.{row.module}")
+    command = partial(module.command, prog=f"{PROG} {first}")
+    spelled = getattr(module, "spelled", options.dashed)
+    return options.run(command, words[1:], row.refused, spelled)
 
 
 if __name__ == "__main__":

@@ -388,9 +388,14 @@ def _silence() -> None:
 
 
 def run(
-    command: Callable[[Sequence[str]], int], argv: Sequence[str] | None, refused: int = REFUSED
+    command: Callable[[Sequence[str]], int],
+    argv: Sequence[str] | None,
+    refused: int = REFUSED,
+    spelled: Callable[[Sequence[str]], list[str]] = dashed,
 ) -> int:
     """Call a command; our errors become one message and the exit code ``refused``.
+
+    ``spelled`` brings the words into the parser's spelling.
 
     SIGTERM ends a run as Ctrl-C does, so that no partial output is left.
     """
@@ -408,7 +413,7 @@ def run(
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = command(dashed(sys.argv[1:] if argv is None else argv))
+        code = command(spelled(sys.argv[1:] if argv is None else argv))
         try:
             if sys.stdout is not None:
                 sys.stdout.flush()  # what cannot be printed is said here, not while Python ends

@@ -2,7 +2,8 @@
 
 Writes ``SAVE_DIR/checkpoint-STEP`` in the shard format that reshard, merge-ckpt and verify-ckpt
 read, and resumes from any readable checkpoint in any layout. ``train-ckpt config`` asks how a run
-is spread and writes Accelerate's YAML; ``train-ckpt doctor`` examines the machine for a run.
+is spread and writes Accelerate's YAML; ``train-ckpt doctor`` examines the machine for a run;
+``train-ckpt run`` starts the ranks of a script that uses Accelerate.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardwright.train.config import from_options
 from shardwright.train.config.schema import TrainConfig
 from shardwright.train.errors import WAITED_TOO_LONG, LostRank
 
-from . import options
+from . import options, train_run
 
 EXAMPLES = (
     "--model Llama-3.1-8B --data docs/*.txt --tp 2 --steps 100 --save-dir run --save-interval 50",
@@ -76,7 +77,15 @@ def starting(config: TrainConfig) -> str:
 SUBCOMMANDS = {
     "config": "shardwright.tools.train_config",
     "doctor": "shardwright.tools.train_doctor",
+    "run": "shardwright.tools.train_run",
 }
+
+
+def spelled(argv: Sequence[str]) -> list[str]:
+    """``argv`` with dashes in our long options; what follows a script is its own."""
+    if list(argv[:1]) == ["run"]:
+        return ["run", *train_run.spelled(argv[1:])]
+    return options.dashed(argv)
 
 
 def _run_rank(config: TrainConfig) -> int:
@@ -112,7 +121,7 @@ def _run_rank(config: TrainConfig) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Console entry."""
-    return options.run(command, argv)
+    return options.run(command, argv, spelled=spelled)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,8 @@ class Saving:
         found = {side.name: side for side in own}
         config = copy.deepcopy(self.original.config)
         config.architectures = [type(self.original).__name__]
-        config.dtype = next(iter(self.engine.named.values())).dtype
+        dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # transformers before 4.56
+        setattr(config, dtype, next(iter(self.engine.named.values())).dtype)
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             if getattr(self.original, "generation_config", None) is not None:

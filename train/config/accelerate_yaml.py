@@ -13,7 +13,7 @@ from typing import Any
 from shardwright.ckpt.errors import install
 
 from ..errors import TrainError, nearest, raise_faults
-from .fields import FIELDS, FieldUse, refused_field, used_field
+from .fields import FIELDS, YAML_ALIASES, FieldUse, refused_field, used_field
 from .values import Resolved, Sourced, resolve
 
 KEY = "megatron_lm_"  # prefix of YAML keys
@@ -27,6 +27,7 @@ class AccelerateFile:
     plugin: Sourced  # field -> (value as written, where)
     values: Mapping[str, Any]  # key of FILE_KEYS -> value, default where absent
     given: frozenset[str]  # the keys of ``values`` that the file has
+    notes: tuple[str, ...] = ()  # lines on keys that are read under another name or in another place
 
     @property
     def num_processes(self) -> int | None:
@@ -128,10 +129,8 @@ def parse_accelerate(table: Mapping[str, Any], path: str) -> AccelerateFile:
             f"{path}: {found_type}, expected MEGATRON_LM; answer yes to Megatron-LM in "
             "`accelerate config`, or write distributed_type: MEGATRON_LM"
         )
-    megatron = table.get("megatron_lm_config") or {}
-    if not isinstance(megatron, dict):
-        raise TrainError(f"{path}: megatron_lm_config: expected a mapping of {KEY}* keys")
-    faults = _unknown_keys(table, [*FILE_KEYS, "distributed_type", "megatron_lm_config"])
+    megatron, notes, faults = _megatron_keys(table, path)
+    faults += _unknown_keys(table, [*FILE_KEYS, *filter(_is_megatron, table), *_ELSEWHERE])
     faults += _unknown_keys(megatron, [KEY + field_name for field_name in FIELDS])
     said = {k: (_spelled(k, v), k) for k, v in table.items() if k in FILE_KEYS}
     found = resolve(FILE_KEYS, [{k: v for k, v in said.items() if not _off(k, v[0])}])
@@ -142,7 +141,41 @@ def parse_accelerate(table: Mapping[str, Any], path: str) -> AccelerateFile:
         for key, value in megatron.items()
         if value is not None
     }
-    return AccelerateFile(path, plugin, found.values, frozenset(found.origins))
+    return AccelerateFile(path, plugin, found.values, frozenset(found.origins), tuple(notes))
+
+
+_ELSEWHERE = ("distributed_type", "megatron_lm_config")
+
+
+def _megatron_keys(
+    table: Mapping[str, Any], path: str
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The ``megatron_lm_*`` keys by their own names, with lines on them, and faults.
+
+    Some files have these keys at the top, and some use Megatron's names for them.
+    """
+    nested = table.get("megatron_lm_config") or {}
+    if not isinstance(nested, dict):
+        raise TrainError(f"{path}: megatron_lm_config: expected a mapping of {KEY}* keys")
+    flat = {key: value for key, value in table.items() if _is_megatron(key)}
+    notes = []
+    if flat:
+        notes.append(f"{path}: the {KEY}* keys at the top are read as if below megatron_lm_config")
+    made: dict[str, Any] = {}
+    faults = []
+    for key, value in [*nested.items(), *flat.items()]:
+        own = KEY + YAML_ALIASES.get(str(key).removeprefix(KEY), str(key).removeprefix(KEY))
+        name = own if _is_megatron(key) else str(key)
+        if name != key:
+            notes.append(f"{path}: {key} is read as {name}")
+        if name in made and made[name] != value:
+            faults.append(f"{name}: the file says {made[name]} and, with {key}, {value}; drop one")
+        made[name] = value
+    return made, notes, faults
+
+
+def _is_megatron(key: object) -> bool:
+    return str(key).startswith(KEY) and key != "megatron_lm_config"
 
 
 def _unknown_keys(table: Mapping[str, Any], known: Sequence[str]) -> list[str]:

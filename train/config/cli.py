@@ -6,7 +6,7 @@ What the options mean is left to ``from_options``. Imports neither torch nor yam
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,10 +214,11 @@ OPTIONS: dict[str, Option] = {
 }  # fmt: skip
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add train-ckpt's options to ``parser``, which must get dashed arguments."""
+def options(parser: argparse.ArgumentParser, names: Sequence[str] = tuple(OPTIONS)) -> None:
+    """Add train-ckpt's options, or some of them, to ``parser``; it must get dashed arguments."""
     groups: dict[str, Any] = {}
-    for name, option in OPTIONS.items():
+    for name in names:
+        option = OPTIONS[name]
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         groups[option.group].add_argument("--" + name.replace("_", "-"), **_argparse(name, option))

@@ -296,6 +296,8 @@ ALIASES = {
     "distribute_saved_activations": "distribute_checkpointed_activations",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
+# What Accelerate's guides call a field in a YAML, beside the names above.
+YAML_ALIASES = {**ALIASES, "learning_rate_decay_iters": "lr_decay_iters"}
 # Megatron arguments without a field.
 ARGUMENTS: dict[str, FieldUse] = {
     "seed": used_field("int", 1234, "Seed of initial weights, dropout and data order.", least=0),

@@ -82,7 +82,7 @@ def from_plugin(
         world_size=world_size,
         steps=steps,
         seed=_argument(plugin, "seed"),
-        notes=(*notes, *more),
+        notes=(*(plugin.file.notes if plugin.file else ()), *notes, *more),
     )
     raise_faults("settings", faults_of(config))
     return config

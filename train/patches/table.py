@@ -112,6 +112,8 @@ REPLACED = (
           "collectives of its functions span the world; here each replica counts once"),
     Names("accelerate.utils.random", "torch",
           "the same for generators that are synchronized"),
+    Names("accelerate", "Accelerator.__new__",
+          "an unchanged script's class makes ours; it has none of its own"),
 )
 
 RELIED_ON = (
@@ -258,6 +260,7 @@ RELIED_ON = (
     Names(_M + ".datasets.helpers", "build_sample_idx", "samples of documents"),
     Names(_M + ".datasets.indexed_dataset", "IndexedDatasetBuilder.__init__",
           "corpora are written", parameters="bin_path dtype"),
+    Names("atexit", "_run_exitfuncs", "a rank that failed ends without Python's own end"),
     Names("accelerate", "Accelerator.__init__", "what was prepared is kept under these names",
           texts=("self._models", "self._optimizers", "self._schedulers", "self._dataloaders",
               "self._custom_objects")),

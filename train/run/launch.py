@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..config import from_options
@@ -34,6 +34,27 @@ def is_rank() -> bool:
 
 def launch(config: TrainConfig, argv: Sequence[str]) -> int:
     """Run ``train-ckpt argv`` on every local rank; the exit code, 0 after a gentle stop."""
+    return _start(config, "shardwright.tools.train_ckpt", argv, _environment(config))
+
+
+def launch_script(config: TrainConfig, argv: Sequence[str], said: Mapping[str, str]) -> int:
+    """Run ``python -m shardwright.train argv`` on every local rank; the exit code.
+
+    ``said`` are environment variables for the ranks. A signal ends the ranks as it would end the
+    script: only the script knows when a step ends.
+    """
+    return _start(config, "shardwright.train", argv, {**_environment(config), **said}, gentle=False)
+
+
+def _start(
+    config: TrainConfig,
+    module: str,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    gentle: bool = True,
+) -> int:
+    """Run a module on every local rank under the elastic agent; the exit code."""
     launch = config.launch
     count = launch.nproc or max(1, config.world_size // launch.num_machines)
     command = [
@@ -46,15 +67,14 @@ def launch(config: TrainConfig, argv: Sequence[str]) -> int:
         command += _meeting(launch)
         print(f"waiting for {launch.num_machines} machines to connect to {launch.main_process_ip}:"
               f"{launch.main_process_port}", file=sys.stderr, flush=True)  # fmt: skip
-    command += ["-m", "shardwright.tools.train_ckpt"]
+    command += ["-m", module]
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         stop = Path(folder) / "stop"
         # the agent's parser would take some of our options for its own
-        environment = {**os.environ, ARGUMENTS: json.dumps(list(argv)), STOP_FILE: str(stop)}
-        environment.setdefault(*QUIET_AGENT)
-        environment |= _environment(config)
+        made = {**os.environ, ARGUMENTS: json.dumps(list(argv)), STOP_FILE: str(stop)}
+        made.setdefault(*QUIET_AGENT)
         with stopping.alive(Path(folder) / "launcher") as lock:
-            return _supervise(command, environment | lock, stop)
+            return _supervise(command, {**made, **environment, **lock}, stop if gentle else None)
 
 
 def _meeting(launch: Launch) -> list[str]:
@@ -92,7 +112,7 @@ def _environment(config: TrainConfig) -> dict[str, str]:
     return found
 
 
-def _supervise(command: list[str], environment: dict[str, str], stop: Path) -> int:
+def _supervise(command: list[str], environment: dict[str, str], stop: Path | None) -> int:
     """Run the agent in a session of its own, so that a terminal's Ctrl-C reaches only us."""
     child = subprocess.Popen(command, env=environment, start_new_session=True)
     asked = 0
@@ -100,7 +120,7 @@ def _supervise(command: list[str], environment: dict[str, str], stop: Path) -> i
     def ask(number: int, frame: object) -> None:
         nonlocal asked
         asked += 1
-        if asked == 1:
+        if asked == 1 and stop is not None:
             stop.touch()
             with contextlib.suppress(OSError):  # the terminal may be gone
                 print("stopping after this step: saving (again: stop at once)", file=sys.stderr)

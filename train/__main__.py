@@ -1,8 +1,8 @@
 """``python -m shardwright.train SCRIPT``: runs a script for Accelerate with our Accelerator.
 
-It is what a launcher starts in place of the script: ``torchrun --nproc-per-node 4 -m
-shardwright.train script.py --lr 1e-4``, or ``accelerate launch ... -m shardwright.train script.py``.
-Without a launcher the script is the only process. ``-m MODULE`` runs a module.
+A launcher starts it in place of the script: ``torchrun --nproc-per-node 4 -m shardwright.train
+script.py --lr 1e-4``, or ``accelerate launch ... -m shardwright.train script.py``. Without a
+launcher the script is the only process. ``-m MODULE`` runs a module.
 """
 
 from __future__ import annotations

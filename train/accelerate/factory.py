@@ -7,7 +7,6 @@ get our methods below their own.
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 
 import accelerate
@@ -18,6 +17,7 @@ from . import state
 from .accelerator import Accelerator
 
 _PLUGIN = "megatron_lm_plugin"
+_made: dict[type, type] = {accelerate.Accelerator: Accelerator}
 
 
 def install() -> None:
@@ -32,13 +32,12 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     return object.__new__(_ours(cls))
 
 
-@cache
 def _ours(cls: type) -> type:
     """``cls`` with our methods in place of Accelerate's own, and a user's before ours."""
-    if cls is accelerate.Accelerator:
-        return Accelerator
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, Accelerator), names)
+    if cls not in _made:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _made[cls] = type(cls.__name__, (cls, Accelerator), {**names, "__doc__": cls.__doc__})
+    return _made[cls]
 
 
 def _asked(kwargs: dict[str, Any]) -> bool:

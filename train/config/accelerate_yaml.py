@@ -27,7 +27,7 @@ class AccelerateFile:
     plugin: Sourced  # field -> (value as written, where)
     values: Mapping[str, Any]  # key of FILE_KEYS -> value, default where absent
     given: frozenset[str]  # the keys of ``values`` that the file has
-    notes: tuple[str, ...] = ()  # lines on keys that are read under another name or in another place
+    notes: tuple[str, ...] = ()  # on keys of another name or place
 
     @property
     def num_processes(self) -> int | None:

@@ -49,7 +49,7 @@ def _run(words: Sequence[str]) -> None:
         if len(words) < 2:
             raise TrainError("-m: name the module to run")
         name = words[1]
-        sys.argv = [name, *words[2:]]  # runpy puts the file's name there
+        sys.argv[:] = [name, *words[2:]]  # runpy puts the file's name there
         sys.path[0] = os.getcwd()
         if importlib.util.find_spec(name) is None:
             raise TrainError(f"-m {name}: no such module on sys.path")
@@ -58,7 +58,7 @@ def _run(words: Sequence[str]) -> None:
     script = Path(words[0])
     if not script.exists():
         raise TrainError(f"{script}: no such script; give its path before its own arguments")
-    sys.argv = list(words)
+    sys.argv[:] = words
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
     runpy.run_path(str(script), run_name="__main__")
 

@@ -15,6 +15,7 @@ import transformers
 from independent import Tensors, assert_same, load_hf, same_bytes
 from safetensors.torch import save_file
 from strategies import tiny_model
+from test_expert_families import TINY as EXPERTS
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -143,10 +144,17 @@ def test_any_part_is_computed_alone_in_any_steps(step, budget, tmp_path, monkeyp
 
 
 def quantized_llama(tmp_path: Path, block: int) -> tuple[Path, Tensors]:
-    """A tiny model whose linear layers are quantised in square blocks, and what they stand for."""
+    """A tiny model with quantised linear layers, and the weights that they stand for."""
     tiny_model("llama").to(BF16).save_pretrained(tmp_path / "plain")
-    state = load_hf(tmp_path / "plain")
-    stored: Tensors = {}
+    stored, state = quantized(load_hf(tmp_path / "plain"), block)
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    return folder(tmp_path / "hf", stored, config), state
+
+
+def quantized(state: Tensors, block: int) -> tuple[Tensors, Tensors]:
+    """Projections as 8-bit floats with a scale for each square block, and what they stand for."""
+    state, stored = dict(state), {}
     for name, x in state.items():
         if "_proj" not in name:
             stored[name] = x
@@ -159,9 +167,7 @@ def quantized_llama(tmp_path: Path, block: int) -> tuple[Path, Tensors]:
         stored[name] = (x.float() / wide).clamp(-448, 448).to(FP8)
         stored[name + "_scale_inv"] = scale
         state[name] = (stored[name].float() * wide).to(BF16)
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
-    return folder(tmp_path / "hf", stored, config), state
+    return stored, state
 
 
 def test_a_quantized_model_goes_through_layouts_and_computes_as_its_bf16_weights(tmp_path):
@@ -178,6 +184,18 @@ def test_a_quantized_model_goes_through_layouts_and_computes_as_its_bf16_weights
     assert verify(hf, tmp_path / "out", read=READ, run=QUIET).same
     reshard(hf, tmp_path / "wide", to="hf", dtype="fp32", read=READ, run=QUIET)
     assert_same(load_hf(tmp_path / "wide"), {k: x.float() for k, x in state.items()})
+
+
+def test_experts_and_latent_attention_in_8_bit_floats_are_read(tmp_path):
+    plain = EXPERTS["deepseek_v3"].save(tmp_path / "plain", BF16)
+    stored, state = quantized(plain, 4)
+    assert any("experts.3.down_proj.weight_scale_inv" in name for name in stored)
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    hf = folder(tmp_path / "hf", stored, config, parts=3)
+    reshard(hf, tmp_path / "a", tp=2, ep=2, read=READ, run=QUIET)
+    merge(tmp_path / "a", tmp_path / "out", run=QUIET)
+    assert_same(load_hf(tmp_path / "out"), state)
 
 
 def test_quantized_weights_under_a_config_that_says_nothing_are_refused_with_the_hint(tmp_path):

@@ -16,6 +16,7 @@ from train_helpers import launch, load_weights, logits, micro_batches, overwrite
 
 from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard
 from shardwright.ckpt.checkpoint.config import load_model, model_from
+from shardwright.train.checkpoint.hf_weights import check_names
 from shardwright.train.core.layout import Layout
 from shardwright.train.core.process import initialize, shutdown
 from shardwright.train.errors import TrainError
@@ -108,6 +109,12 @@ def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path):
         gradients = named(model, state)
         wrong = [key for key, x in found.items() if not close(x, gradients[key])]
         assert wrong == [], name
+
+
+def test_models_in_memory_have_the_names_of_their_tables(tmp_path):
+    """Scripts prepare a model in memory, which transformers may spell otherwise than its files."""
+    for name in FAMILIES:
+        check_names(made(name, tmp_path), load_model(tmp_path / name / "config.json"))
 
 
 def merged(ranks: list[dict[str, torch.Tensor]], shards: Path) -> dict[str, torch.Tensor]:

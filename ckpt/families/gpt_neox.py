@@ -46,6 +46,7 @@ GPT_NEOX = Family(
     ignore={
         **OLD_BUFFERS, r".*attention\.(bias|masked_bias)": "the causal mask, not a weight",
     },
+    prefixes={"lm_head.": "embed_out."},  # as transformers names it in memory
     tied_names={"embed_out.weight": "gpt_neox.embed_in.weight"},
 )  # fmt: skip
 

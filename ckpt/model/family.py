@@ -118,6 +118,11 @@ class Family:
     # templates of tensors that some Hugging Face files hold a second time -> the tensor
     copies: Mapping[str, str] = field(default_factory=dict)
 
+    def logical(self, name: str) -> str:
+        """The logical name of a tensor that a file, or a model in memory, spells otherwise."""
+        found = next((p for p in self.prefixes if name.startswith(p)), "")
+        return self.prefixes.get(found, "") + name[len(found) :]
+
     def select(self, flags: frozenset[str]) -> list[Rule]:
         """The rows that hold for a model with ``flags``."""
         return [

@@ -31,6 +31,7 @@ def logical_tensors(original: Any, model: Model, *, own: bool = False) -> dict[s
     """
     found = {}
     for name, tensor in original.state_dict(keep_vars=own).items():
+        name = model.family.logical(name)
         tied = "tie_word_embeddings" in model.flags and name in model.family.tied_names
         if not tied:
             found[name] = tensor
@@ -41,6 +42,7 @@ def parameter_names(original: Any, model: Model) -> dict[int, str]:
     """id of a parameter -> its logical name; a tied head counts as the embedding."""
     found = {}
     for name, param in original.named_parameters(remove_duplicate=False):
+        name = model.family.logical(name)
         if "tie_word_embeddings" in model.flags and name in model.family.tied_names:
             continue
         found[id(param)] = name

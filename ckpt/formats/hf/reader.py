@@ -146,8 +146,7 @@ def _add(
             nbytes = math.prod(entry.shape) * ITEMSIZE[entry.dtype]
             result.left_out.append((reason, nbytes))
             return
-        short = next((p for p in family.prefixes if fqn.startswith(p)), "")
-        fqn = family.prefixes.get(short, "") + fqn[len(short) :]
+        fqn = family.logical(fqn)
         if "tie_word_embeddings" in result.model.flags and fqn in family.tied_names:
             result.tied.append(fqn)
             fqn = family.tied_names[fqn]
@@ -318,7 +317,8 @@ def _compared(names: Sequence[str]) -> str:
     if not more:
         return f"Each of its tensors has a name that {family} has too, so compare the two"
     rest = f" and {len(more) - 12} more" if len(more) > 12 else ""
-    return f"The nearest is {family}, which has no {', '.join(more[:12])}{rest}"
+    shown = ", ".join(f"{name:.200}" for name in more[:12])
+    return f"The nearest is {family}, which has no {shown}{rest}"
 
 
 def _prefix(result: Checkpoint, plain: quantized.Plain) -> tuple[str, str]:

@@ -60,6 +60,8 @@ def prefix_of(names: Iterable[str], wanted: Mapping[str, object]) -> tuple[str, 
     Two empty texts where the names are those of the language model alone.
     """
     have = list(names)
+    if not any(name.startswith(prefix) for prefix, _ in _PREFIXES for name in have):
+        return "", ""
     plain = sum(name in wanted and not name.startswith("lm_head.") for name in have)
     counts = {
         (prefix, alone): sum(

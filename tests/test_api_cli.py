@@ -1221,6 +1221,24 @@ def test_help_loads_no_heavy_module(module):
     assert imported(code) == set()
 
 
+_MEGATRON = ("megatron.classic.reader", "megatron.torch_dist.reader", "megatron.classic.writer",
+             "megatron.torch_dist.writer")  # fmt: skip
+
+
+@pytest.mark.parametrize("to", [[], ["--to", "megatron"]], ids=["shards", "megatron"])
+def test_readers_and_writers_of_other_formats_are_not_imported(trained, to, tmp_path):
+    code = (
+        f"{command('reshard')}\n"
+        f"print(*(n for n in {_MEGATRON!r} if 'shardwright.ckpt.formats.' + n in sys.modules))"
+    )
+    words = [trained, "--tp", "1", "--output", tmp_path / "x", "--dry-run", "--quiet", *to]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True
+    )
+    found = set(done.stdout.splitlines()[-1].split())
+    assert found == ({"megatron.classic.writer"} if to else set())
+
+
 def test_state_that_differs_is_named_down_to_its_value():
     a = {"groups": [{"lr": 0.1, "steps": [1, 3]}], "scale": 1.0}
     b = {"groups": [{"lr": 0.1, "steps": [1, 4]}]}

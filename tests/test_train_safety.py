@@ -366,6 +366,39 @@ def test_a_part_of_a_tensor_is_planned_only_from_what_the_same_process_holds():
         plan(of("memory", (2, 5)), of("file", (2, 4)), share=True)
 
 
+# --- data --------------------------------------------------------------------------------------
+
+
+class Reached(Exception):
+    """What comes after tokenising."""
+
+
+def test_data_is_tokenised_before_ranks_start_and_before_they_have_a_group(place, monkeypatch):
+    """So that no collective waits for it, however long it takes."""
+    argv = Run("x", world=1, options={"eval_data": place / "eval.txt"}).argv(place)
+
+    def cached() -> int:
+        return len(list(cache.glob("*/data.json")))
+
+    def reach(*args, **named):
+        assert cached() == 2
+        raise Reached
+
+    for name in ("of the launcher", "of another launcher's rank"):
+        cache = place / name
+        monkeypatch.setenv("SHARDWRIGHT_CACHE", str(cache))
+        assert cached() == 0
+        if name == "of the launcher":
+            monkeypatch.setattr("shardwright.train.run.launch.launch", reach)
+            with pytest.raises(Reached):
+                train_ckpt.command(argv)
+        else:
+            monkeypatch.setattr(trainer, "take_device", lambda: None)  # this process is no rank
+            monkeypatch.setattr(trainer, "initialize", reach)
+            with pytest.raises(Reached):
+                trainer.Trainer(_config(argv))
+
+
 # --- options that would do nothing -------------------------------------------------------------
 
 

@@ -180,11 +180,13 @@ STAT_ELEMENTS = 1 << 20  # elements in memory at once for statistics
 MAX_REPEATED = 1 << 22  # elements of a tensor with strides that repeat its bytes
 
 
-def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """A whole tensor in blocks of at most ``STAT_ELEMENTS``."""
+def row_major_blocks(
+    shape: tuple[int, ...], most: int = STAT_ELEMENTS
+) -> Iterator[tuple[slice, ...]]:
+    """A whole tensor in blocks of at most ``most`` elements, each a run of its row-major order."""
     if not math.prod(shape):
         return
-    room, ranges = STAT_ELEMENTS, []
+    room, ranges = most, []
     for size in reversed(shape):
         step = max(1, min(size, room))
         room //= step
@@ -198,7 +200,7 @@ def statistics(array: LazyArray) -> Mapping[str, float | int]:
 
     low, high, total, square, count = math.inf, -math.inf, 0.0, 0.0, 0
     zeros = nans = infs = 0
-    for block in _blocks(array.shape):
+    for block in row_major_blocks(array.shape):
         part = np.asarray(array[block]).astype(np.float64)
         finite = part[np.isfinite(part)]
         nans += int(np.isnan(part).sum())

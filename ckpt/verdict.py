@@ -10,7 +10,7 @@ from .move.progress import human
 from .screen import Printer, one_screen
 
 _NUMBER = re.compile(r"\.(\d{1,9})\.")  # model.layers.3.mlp, transformer.h.3.attn
-_TENSORS = ("values", "missing", "shape", "dtype")  # kinds that are about one tensor
+_TENSORS = ("values", "missing", "shape", "dtype", "fingerprint")  # kinds that are about one tensor
 WORST = 10  # findings that are printed where there are more
 
 
@@ -18,7 +18,7 @@ WORST = 10  # findings that are printed where there are more
 class Finding:
     """One difference, or one fault of a single checkpoint."""
 
-    kind: str  # values, missing, shape, dtype, config, state, optimizer, file
+    kind: str  # values, missing, shape, dtype, fingerprint, config, state, optimizer, file
     name: str  # of the tensor, the setting, the state's key or the file
     text: str  # one line for people
     elements: int = 0  # that differ

@@ -36,6 +36,7 @@ COMMANDS = {
                     "plan-layout"),
     "doctor": Command("train_doctor", "examine this machine for a training run",
                       "train-ckpt doctor"),
+    "fingerprint": Command("fingerprint", "print a digest of each tensor, for every layout"),
     "env": Command("env", "print versions and platform, for a bug report"),
     "version": Command("version", "print the version"),
     "completion": Command("completion", "print the completion script of a shell"),

@@ -28,6 +28,10 @@ def parser(prog: str = "verify-ckpt") -> argparse.ArgumentParser:
     made = options.parser(prog, __doc__ or "", EXAMPLES, CODES)
     options.add_checkpoint(made)
     made.add_argument("other", nargs="?", metavar="B", help="the checkpoint to compare with")
+    made.add_argument(
+        "--against", metavar="FILE", help="compare DIR with fingerprints (of shardwright "
+        "fingerprint --json) in place of a second checkpoint",
+    )  # fmt: skip
     made.add_argument("--rtol", type=float, default=0.0, help="relative tolerance, for cast copies")
     made.add_argument("--atol", type=float, default=0.0, help="absolute tolerance")
     made.add_argument("--weights-only", action="store_true", help="ignore optimizer and state")
@@ -50,22 +54,35 @@ def command(argv: Sequence[str], prog: str = "verify-ckpt") -> int:
         made.error("--rtol and --atol must be finite and at least 0")
     source = options.checkpoint_of(args, made)
     read, read_b = options.read_options_of_two(args, made, two=args.other is not None)
-    from shardwright.ckpt import verify
+    run = options.run_options(args)
+    if args.against:
+        if args.other or args.rtol or args.atol:
+            made.error("--against FILE takes one checkpoint, and no tolerance")
+        from dataclasses import replace
 
-    verdict = verify(
-        source,
-        args.other,
-        rtol=args.rtol,
-        atol=args.atol,
-        weights_only=args.weights_only,
-        read=read,
-        read_b=read_b,
-        run=options.run_options(args),
-    )
+        from shardwright.ckpt.fingerprint import verify_against
+
+        read = replace(read, weights_only=args.weights_only)
+        verdict = verify_against(
+            source, args.against, weights_only=args.weights_only, read=read, run=run
+        )
+    else:
+        from shardwright.ckpt import verify
+
+        verdict = verify(
+            source,
+            args.other,
+            rtol=args.rtol,
+            atol=args.atol,
+            weights_only=args.weights_only,
+            read=read,
+            read_b=read_b,
+            run=run,
+        )
     if args.json:
         import json
 
-        table = {"a": str(source), "b": args.other, **verdict.table()}
+        table = {"a": str(source), "b": args.other or args.against, **verdict.table()}
         options.emit(json.dumps(table, indent=2, allow_nan=False))
         return options.DONE if verdict.same else options.REFUSED
     limit = max(WORST, len(verdict.findings) if args.all else 0)

@@ -8,6 +8,7 @@ do not use the code under test.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -265,6 +266,7 @@ def _fork(main, argv: list[str], how: dict, writer: int) -> None:
     sys.stdout = sys.stderr = open(writer, "w", encoding="utf-8")  # noqa: SIM115
     code = 99
     try:
+        _live_apart(how.pop("view", ""), how.pop("uid", None))
         counter = _instrument(**how)
         code = main(argv)
         print(f"\nmoments {next(counter)}", flush=True)
@@ -280,27 +282,64 @@ def _fork(main, argv: list[str], how: dict, writer: int) -> None:
         os._exit(code)
 
 
+_NEW_MOUNTS, _NEW_PIDS = 0x00020000, 0x20000000  # of unshare(2)
+_BIND, _PRIVATE = 0x1000, 0x4000 | 0x40000  # of mount(2): the second for all below
+
+
+def _live_apart(view: str, uid: int | None) -> None:
+    """Put this process into mounts and process numbers of its own, where the current folder is
+    seen as ``view`` too, and it works there; and give it to the user ``uid``.
+
+    It stands for a client of a network file system, or a container with a shared volume.
+    """
+    if view:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        here = os.getcwd().encode()
+        for call in (
+            lambda: libc.unshare(_NEW_MOUNTS | _NEW_PIDS),
+            lambda: libc.mount(None, b"/", None, _PRIVATE, None),
+            lambda: libc.mount(here, view.encode(), None, _BIND, None),
+        ):
+            if call():
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        pid = os.fork()  # only children get the new numbers
+        if pid:
+            _, status = os.waitpid(pid, 0)
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        os.chdir(view)
+    if uid is not None:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+
+
 def _instrument(
     at: int = -1,
     action: str = "kill",
     sync: bool = False,
     gate: str = "",
     exchange: bool = True,
+    flock: bool = True,
 ) -> Iterator[int]:
     """Do ``action`` at moment ``at``; the counter's next value is the number of moments.
 
     ``sync`` makes every unit durable and journalled at once. ``gate`` is a path for the action
     "pause": it is made, and the run goes on once it is gone. ``exchange`` False stands for a
-    system that cannot swap two folders in one step.
+    system that cannot swap two folders in one step, ``flock`` False for one whose locks are each
+    client's own.
     """
     from shardwright.ckpt import jobs
-    from shardwright.ckpt.move import publish, storage
+    from shardwright.ckpt.move import lock, publish, storage
 
     counter = itertools.count()
     noticed = _notice_signals()
     # a suite that runs in the background of a script inherits an ignored Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
     jobs.SYNC_SECONDS = -1.0 if sync else math.inf  # moments do not depend on the machine's load
+    if not flock:
+        lock.fcntl = type("NoLocks", (), {**vars(fcntl), "flock": staticmethod(lambda *_: None)})
     if not exchange:
         publish.ctypes = type("NoCalls", (), {"CDLL": staticmethod(lambda *_, **__: None)})
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -367,3 +368,140 @@ def test_a_path_with_dots_makes_only_the_folders_that_it_ends_in(home):
     (home / "link").symlink_to("disk/deep")
     reshard("hf", "link/../out", tp=2)  # as the system takes it: beside what the link leads to
     assert names(home / "disk") == ["deep", "out"]
+
+
+# --- other users, other machines -----------------------------------------------------------------
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user")
+OWNER, OTHER = 23456, 34567
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """A folder as /tmp is, in which everybody may write; pytest's own are closed to other users."""
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        home.chmod(0o1777)
+        write_hf(home / "hf", sides=True)
+        for path in (home / "hf", *(home / "hf").rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        monkeypatch.chdir(home)
+        yield home
+
+
+def as_user(uid: int, work) -> None:
+    """Do something as another user, in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@ROOT
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["new", "resumed"])
+def test_what_another_user_prepared_is_never_written_through(resume, forge, shared):
+    """A4: a stage, a lock and links in them, all made by somebody else in a folder like /tmp."""
+    precious = shared / "precious"
+    precious.write_text("of the owner")
+    os.chown(precious, OWNER, OWNER)
+    file = "model_tp_0_pp_0.safetensors"
+
+    def plant_stage() -> None:
+        (shared / ".out.partial").mkdir()
+        (shared / ".out.partial").chmod(0o777)
+        (shared / ".out.partial" / file).symlink_to(precious)
+        (shared / ".out.partial" / JOURNAL).symlink_to(precious)
+
+    def plant_lock() -> None:
+        (shared / ".lock.partial.lock").symlink_to(precious)
+
+    as_user(OTHER, plant_stage)
+    as_user(OTHER, plant_lock)
+    for output in ("out", "lock"):
+        argv = ("reshard", "hf", "--tp", 1, "--pp", 1, "--output", output, *resume)
+        ended = forge.run(*argv, uid=OWNER)
+        assert ended["code"] == 1, ended["text"]
+        assert "Traceback" not in ended["text"]
+        assert f".{output}.partial" in ended["text"]
+        assert not (shared / output).exists()
+    assert precious.read_text() == "of the owner"
+    assert (shared / ".out.partial" / file).is_symlink()
+
+
+@ROOT
+def test_a_user_who_races_for_the_stage_gets_nothing_written(forge, shared):
+    """A4: 9 of 60 races wrote through a link that another user put into the stage in time."""
+    precious = shared / "precious"
+    precious.write_text("of the owner")
+    os.chown(precious, OWNER, OWNER)
+    reshard("hf", "wanted", tp=1, pp=1)
+    wanted = content(shared / "wanted")
+    stop = shared / "stop"
+    racer = os.fork()
+    if racer == 0:
+        os.setgroups([])
+        os.setgid(OTHER)
+        os.setuid(OTHER)
+        stage = shared / ".out.partial"
+        while not stop.exists():
+            try:
+                stage.mkdir(mode=0o777)
+                (stage / "model_tp_0_pp_0.safetensors").symlink_to(precious)
+                (stage / JOURNAL).symlink_to(precious)
+                shutil.rmtree(stage)
+            except OSError:
+                shutil.rmtree(stage, ignore_errors=True)
+        os._exit(0)
+    codes = []
+    try:
+        for _ in range(12):
+            ended = forge.run(
+                "reshard", "hf", "--tp", 1, "--pp", 1, "--output", "out", "--overwrite", uid=OWNER
+            )
+            codes.append(ended["code"])
+            assert "Traceback" not in ended["text"], ended["text"]
+            assert precious.read_text() == "of the owner"
+            if ended["code"] == 0:
+                assert content(shared / "out") == wanted
+    finally:
+        stop.touch()
+        os.waitpid(racer, 0)
+    assert set(codes) <= {0, 1}
+    assert 0 in codes or "another user" in ended["text"]
+
+
+@ROOT
+@pytest.mark.parametrize("flock", [True, False], ids=["flock", "flock without effect"])
+def test_runs_on_two_machines_that_share_a_folder_leave_one_output_whole(flock, forge, home):
+    """H2: own mounts, own process numbers, and a lock that each client keeps to itself."""
+    views = {tp: home.parent / f"view {home.name} {tp}" for tp in (1, 2)}
+    for view in views.values():
+        view.mkdir()
+    probe = forge.run("reshard", "--version", view=str(views[1]))
+    if "PermissionError" in probe["text"] or "OSError" in probe["text"]:
+        pytest.skip("no namespaces here")
+    wanted = {}
+    for tp in (1, 2):
+        reshard("hf", "out", tp=tp, pp=1)
+        wanted[tp] = content(home / "out")
+        shutil.rmtree(home / "out")
+    for _ in range(12):
+        runs = [
+            forge.start("reshard", "hf", "--tp", tp, "--output", "out", "--overwrite",
+                        flock=flock, view=str(view))
+            for tp, view in views.items()
+        ]  # fmt: skip
+        said = [forge.wait(pid) for pid in runs]
+        for run in said:
+            assert run["code"] == 0 or "out: another run is writing it" in run["text"], run["text"]
+        assert 0 in [run["code"] for run in said], said
+        assert content(home / "out") in wanted.values()
+        assert names(home) == ["hf", "out"]

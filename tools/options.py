@@ -444,7 +444,7 @@ def run(
         print(f"error: {install(error.name or '')}", file=sys.stderr)
         return refused
     except ValueError as error:
-        if type(error).__name__ not in ("CheckpointError", "TrainError"):
+        if not {"CheckpointError", "TrainError"} & {kind.__name__ for kind in type(error).__mro__}:
             raise
         print(printable(f"error: {error}"), file=sys.stderr)
         return refused

@@ -66,6 +66,7 @@ TINY = {
     "qwen3_moe": Tiny(
         "qwen3_moe", {"num_experts": E, "moe_intermediate_size": 12, "mlp_only_layers": [2]}
     ),
+    "minimax_m2": Tiny("minimax_m2", {"num_local_experts": E}),
     "olmoe": Tiny("olmoe", {"num_experts": E, "head_dim": 2}),
     "deepseek_v3": Tiny("deepseek_v3", MLA),
     "deepseek_v3 no lora": Tiny("deepseek_v3", {**MLA, "q_lora_rank": None}),

@@ -304,3 +304,27 @@ def test_hugging_face_experts_go_to_megatron_and_back(kind, to, tmp_path) -> Non
     assert_same(load_hf(tmp_path / "back"), state)
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["model_type"] == {"mixtral": "mixtral", "qwen3": "qwen3_moe"}[kind]
+
+
+# --- the optimizer in native shards --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dp", "ep", "shares"), [(2, 2, 1), (4, 2, 2), (4, 1, 4), (2, 4, None)])
+def test_the_state_of_experts_is_cut_over_their_own_data_parallel_ranks(
+    dp, ep, shares, sources, tmp_path
+) -> None:
+    """tp x dp ranks of a stage are etp x ep ranks of experts, times their replicas."""
+    source, out = sources[f"{QWEN}_torch"], tmp_path / "out"
+    options = {"to": "shards", "tp": 1, "pp": 1, "dp": dp, "ep": ep}
+    if shares is None:
+        with pytest.raises(CheckpointError, match=r"dp=2 are 2 ranks.*etp=1 x ep=4.*multiple of 4"):
+            reshard(source, out, **options)
+        return
+    reshard(source, out, **options)
+    named = {f"experts_optimizer_tp_0_pp_0_ep_{e}_dp_{d}.safetensors"
+             for e in range(ep) for d in range(shares)}  # fmt: skip
+    assert {file.name for file in out.glob("experts_optimizer_*")} == named
+    assert len(list(out.glob("optimizer_*"))) == dp
+    assert [line for line in verify(source, out).differences if "state" not in line] == []
+    reshard(out, tmp_path / "back", to="megatron", pp=2, dp=2, ep=2)
+    assert [d for d in verify(source, tmp_path / "back").differences if "state" not in d] == []

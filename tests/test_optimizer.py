@@ -387,7 +387,7 @@ def test_exporting_masters_says_what_else_is_left_behind(tmp_path):
 
 @pytest.mark.parametrize(
     "key",
-    ["exp_inf/decoder.final_layernorm.weight", "exp_avg/decoder.layers.9.input.weight", "step"],
+    ["exp_odd/decoder.final_layernorm.weight", "exp_avg/decoder.layers.9.input.weight", "step"],
 )
 def test_an_optimizer_tensor_that_no_rule_places_is_refused_by_name(key, tmp_path):
     case = raw("llama", layers=4)

@@ -1,10 +1,10 @@
-"""Mixtral and OLMoE: every layer has experts, which are as wide as the config's MLP."""
+"""Mixtral, MiniMax-M2 and OLMoE: every layer has experts, as wide as the config's MLP."""
 
 from __future__ import annotations
 
 from ..model.family import Family, Function
 from ..model.layer_kinds import alike
-from .expert_rows import EXPERT_SIZES, MOE, experts, router
+from .expert_rows import EXPERT_SIZES, MOE, experts, router, router_bias
 from .llama import LLAMA
 from .rows import (
     LLAMA_SIZES,
@@ -79,4 +79,32 @@ OLMOE = Family(
     kinds=(alike(MOE),),
 )  # fmt: skip
 
-FAMILIES = (MIXTRAL, OLMOE)
+MINIMAX_M2 = Family(
+    name="minimax_m2",
+    model_types=("minimax_m2",),
+    sizes={**_SIZES, "expert": "num_local_experts|num_experts"},
+    flags={"tie_word_embeddings": False},
+    rules=(
+        embedding(),
+        norm("input_layernorm.weight", M + "input_layernorm.weight"),
+        attention_out(),
+        qkv(),
+        norm("self_attention.q_layernorm.weight", M + "self_attn.q_norm.weight", "q"),
+        norm("self_attention.k_layernorm.weight", M + "self_attn.k_norm.weight", "k"),
+        norm("pre_mlp_layernorm.weight", M + "post_attention_layernorm.weight"),
+        router(_B + "gate.weight"),
+        router_bias(_B + "e_score_correction_bias"),
+        *experts(_B + "experts.{expert}.", ("w1", "w3", "w2"), _B + "experts."),
+        final_norm("weight", "model.norm.weight"),
+        *head(),
+    ),
+    function=Function(
+        {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 5000000.0},
+        beyond=("norms over all heads of q and k",),
+    ),
+    ignore=OLD_BUFFERS,
+    tied_names=LLAMA.tied_names,
+    kinds=(alike(MOE),),
+)
+
+FAMILIES = (MIXTRAL, MINIMAX_M2, OLMOE)

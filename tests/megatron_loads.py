@@ -64,11 +64,27 @@ def activation_of(args: argparse.Namespace) -> Any:
     return squared_relu if vars(args).get("squared_relu") else torch.nn.functional.gelu
 
 
+def experts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What Megatron-LM makes of its args of experts, and what megatron-core needs on a CPU."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 uses it without TransformerEngine
+        moe_utils.te_general_gemm = None
+    return {
+        "num_moe_experts": args.num_experts,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "none",
+    }
+
+
 def build(job: Job, args: argparse.Namespace) -> list[Any]:
     """This rank's GPTModels, one per virtual stage, as args describe them: the local spec."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.transformer import TransformerConfig
 
     layout, said = job["layout"], {}
@@ -105,14 +121,21 @@ def build(job: Job, args: argparse.Namespace) -> list[Any]:
         bias_activation_fusion=bool(job.get("by_name") and args.bias_gelu_fusion),
         transformer_impl="local",
     )
+    if vars(args).get("num_experts"):
+        made |= experts_of(args)
     config = TransformerConfig(**{**said, **made})
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    )
+    if config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization
+        )
     stage, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
     for v in range(layout["vpp"]):
         chunk = GPTModel(
             config,
-            get_gpt_layer_local_spec(
-                qk_layernorm=args.qk_layernorm, normalization=args.normalization
-            ),
+            spec,
             vocab_size=job["vocab"] or args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=stage == v == 0,

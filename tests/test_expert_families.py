@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from independent import Tensors, assert_same, load_hf
+from megatron_computes import Computed
 from safetensors.torch import load_file, save_file
 
 from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard
@@ -119,6 +120,30 @@ def test_the_table_counts_the_parameters_that_transformers_has(name, tmp_path):
         math.prod(shape) for shape in shapes_of(load_model(tmp_path / "config.json")).values()
     )
     assert said == sum(p.numel() for p in model.parameters()) + buffers
+
+
+COMPUTED = {
+    name: TINY[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe air")
+}
+COMPUTED |= {
+    "dots1": Tiny("dots1", {**ROUTED, "norm_topk_prob": True}),
+    "qwen2_moe normed": Tiny("qwen2_moe", {**TINY["qwen2_moe"].config, "norm_topk_prob": True}),
+}
+
+
+def test_megatron_core_computes_from_our_args_what_transformers_computes(tmp_path):
+    pytest.importorskip("megatron.core")
+    computed = Computed(tmp_path)
+    for name, tiny in COMPUTED.items():
+        computed.model(name, {**BASE, **tiny.config, "model_type": tiny.kind})
+        computed.write(name, "megatron", 1, 1)
+    assert computed.differing() == []
+
+
+def test_scores_that_megatron_core_normalises_are_refused_where_the_model_does_not(tmp_path):
+    TINY["dots1"].save(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="norm_topk_prob False"):
+        reshard(tmp_path / "hf", tmp_path / "out", to="megatron", run=QUIET)
 
 
 # --- roles ---------------------------------------------------------------------------------------

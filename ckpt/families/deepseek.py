@@ -52,6 +52,8 @@ def _rules(*attention: Rule, bias: bool) -> tuple[Rule, ...]:
     )
 
 
+# megatron-core normalises the scores of the chosen experts where a sigmoid gives them
+SIGMOID = {"norm_topk_prob": (True,)}
 _BEYOND = ("latent attention", "experts chosen by groups")
 
 DEEPSEEK_V2 = Family(
@@ -72,7 +74,9 @@ DEEPSEEK_V3 = Family(
     sizes={**MLA_SIZES, **MOE_SIZES, **MTP_SIZES},
     flags={"tie_word_embeddings": False},
     rules=with_mtp(_rules(*latent_attention(), bias=True)),
-    function=Function({"rms_norm_eps": 1e-6, "hidden_act": "silu"}),
+    function=Function(
+        {"rms_norm_eps": 1e-6, "hidden_act": "silu", "norm_topk_prob": True}, SIGMOID
+    ),
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
     kinds=_KINDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..model.family import Family, Function, Rule
 from ..model.layer_kinds import dense_first, listed
-from .deepseek import MOE_SIZES
+from .deepseek import MOE_SIZES, SIGMOID
 from .expert_rows import DENSE, MOE, dense_mlp, experts, router, router_bias, shared_experts
 from .llama import LLAMA
 from .mtp_rows import MTP_COPIES, MTP_SIZES, with_mtp
@@ -58,7 +58,11 @@ GLM4_MOE = Family(
     flags={"tie_word_embeddings": False, "attention_bias": False, "use_qk_norm": False},
     rules=with_mtp(_rules(norms=("use_qk_norm",), out_bias=False)),
     function=Function(
-        {"rms_norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 0.5}
+        {
+            "rms_norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+        },
+        SIGMOID,
     ),
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
@@ -72,10 +76,16 @@ DOTS1 = Family(
     sizes={**LLAMA_SIZES, **MOE_SIZES},
     flags={"tie_word_embeddings": False, "attention_bias": False},
     rules=_rules(norms=(), out_bias=True),
-    function=Function({"rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 4096}),
+    function=Function(
+        {
+            "rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 4096,
+            "norm_topk_prob": False,
+        },
+        SIGMOID,
+    ),
     ignore=OLD_BUFFERS,
     tied_names=LLAMA.tied_names,
     kinds=_KINDS,
-)
+)  # fmt: skip
 
 FAMILIES = (GLM4_MOE, DOTS1)

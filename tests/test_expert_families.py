@@ -68,6 +68,16 @@ TINY = {
         "qwen3_moe", {"num_experts": E, "moe_intermediate_size": 12, "mlp_only_layers": [2]}
     ),
     "minimax_m2": Tiny("minimax_m2", {"num_local_experts": E}),
+    "llama4": Tiny(
+        "llama4_text",
+        {"num_local_experts": E, "intermediate_size": 12, "intermediate_size_mlp": 36,
+         "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+    ),
+    "granitemoe": Tiny("granitemoe", {"num_local_experts": E, "head_dim": 2}),
+    "granitemoe shared": Tiny(
+        "granitemoeshared",
+        {"num_local_experts": E, "head_dim": 2, "shared_intermediate_size": 24},
+    ),
     "olmoe": Tiny("olmoe", {"num_experts": E, "head_dim": 2}),
     "deepseek_v3": Tiny("deepseek_v3", MLA),
     "deepseek_v3 no lora": Tiny("deepseek_v3", {**MLA, "q_lora_rank": None}),

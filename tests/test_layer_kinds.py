@@ -93,6 +93,17 @@ def test_qwens_keys_say_which_layers_have_experts(config, wanted):
 
 
 @pytest.mark.parametrize(
+    ("config", "moe"),
+    [({"moe_layers": [0, 3], "step": 2}, {0, 3}), ({"step": 2}, {1, 3}), ({}, {0, 1, 2, 3})],
+)
+def test_numbered_layers_count_before_each_nth(config, moe):
+    kinds = layer_kinds.each_nth("moe_layers", "step")(config, 4, "x")
+    assert {i for i, kind in enumerate(kinds) if kind == "moe"} == moe
+    with pytest.raises(CheckpointError, match="moe_layers is"):
+        layer_kinds.each_nth("moe_layers", "step")({"moe_layers": [4]}, 4, "x")
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),

@@ -9,6 +9,7 @@ the spelling that the hub's files have.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..model.family import HAS, Axes, Part, Rule
@@ -38,15 +39,15 @@ def experts(
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     has = HAS + stacked + "gate_up_proj"
     single = (
-        _expert("linear_fc1.weight", "xgate+xup h", Part(gate, "xgate h"), Part(up, "xup h")),
-        _expert("linear_fc2.weight", "h xgate", Part(down, "h xgate")),
+        expert("linear_fc1.weight", "xgate+xup h", Part(gate, "xgate h"), Part(up, "xup h")),
+        expert("linear_fc2.weight", "h xgate", Part(down, "h xgate")),
     )
     together = (
-        _expert(
+        expert(
             "linear_fc1.weight", "xgate+xup h",
             Part(stacked + "gate_up_proj", "{expert} xgate+xup h"),
         ),
-        _expert("linear_fc2.weight", "h xgate", Part(stacked + "down_proj", "{expert} h xgate")),
+        expert("linear_fc2.weight", "h xgate", Part(stacked + "down_proj", "{expert} h xgate")),
     )  # fmt: skip
     return (
         *(replace(rule, when=("!" + has,)) for rule in single),
@@ -54,7 +55,8 @@ def experts(
     )
 
 
-def _expert(name: str, dims: str, *parts: Part) -> Rule:
+def expert(name: str, dims: str, *parts: Part) -> Rule:
+    """A linear layer of an expert; the first one has gate and up."""
     packed = "+" in dims
     axes = EXPERT_COLUMN if packed else EXPERT_ROW
     groups = "glu" if packed else ""
@@ -92,4 +94,9 @@ def shared_experts(prefix: str = M + "mlp.shared_expert.", gate: str = "") -> tu
 
 def dense_mlp() -> tuple[Rule, ...]:
     """The MLP of layers without experts."""
-    return tuple(replace(rule, layers=DENSE) for rule in gated_mlp())
+    return without(gated_mlp())
+
+
+def without(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Rows of layers without experts."""
+    return tuple(replace(rule, layers=DENSE) for rule in rules)

@@ -56,6 +56,21 @@ def sparse_steps(config: Config, layers: int, origin: str) -> tuple[str, ...]:
     )
 
 
+def each_nth(key: str, every: str) -> LayerKinds:
+    """The layers that a list of the config numbers have experts, else each n-th one."""
+
+    def kinds(config: Config, layers: int, origin: str) -> tuple[str, ...]:
+        said, step = config.get(key), _whole(config, every, 1, origin, least=1)
+        if said is not None and not (
+            isinstance(said, list) and all(type(i) is int and 0 <= i < layers for i in said)
+        ):
+            raise CheckpointError(f"{origin}: {key} is {said!r:.200}, no list of layers")
+        moe = set(range(step - 1, layers, step) if said is None else said)
+        return tuple("moe" if i in moe else "dense" for i in range(layers))
+
+    return kinds
+
+
 def _whole(config: Config, key: str, default: int, origin: str, least: int = 0) -> int:
     value = config.get(key)
     if value is None:

@@ -109,7 +109,7 @@ def _family_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
         "",
         "weights   files go through every layout and back, byte for byte, with equal logits",
         "train     train-ckpt computes it",
-        "megatron  Megatron-LM's args say all of it, and megatron-core computes the same logits",
+        "megatron  Megatron-LM's args say all of it; docs/families.md says what is compared",
     ]
 
 

@@ -32,6 +32,7 @@ from . import build, param_groups, state
 from .loader import PreparedLoader, Share
 from .model import PreparedModel
 from .optimizer import PreparedOptimizer
+from .passes import Passes
 from .plugin import translated
 from .replica import Replica
 from .saving import Saving
@@ -115,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
         self._own_schedule: Annealing | None = None  # the plugin's, where no object says
         self._built: build.Built | None = None
         self._saving: Saving | None = None
-        self._loss: torch.Tensor | None = None
+        self._passes: Passes | None = None
 
     def _idle_settings(self) -> list[str]:
         """Lines on settings that only train-ckpt has a use for, or that need another one."""
@@ -229,9 +230,11 @@ class Accelerator(accelerate.Accelerator):
             )  # fmt: skip
         self._built, self.settings = built, built.settings
         self._saving = Saving(self, built.engine, built.held, original)
+        weight = 1.0 / self.gradient_accumulation_steps
+        self._passes = Passes(built.engine, self.tell, weight)
         if optimizer is not None:
             made = PreparedOptimizer(
-                optimizer, built.engine, lambda: None, self._after_step, self.clear_gradients
+                optimizer, built.engine, self.passes.finish, self._after_step, self.clear_gradients
             )
             self._optimizers.append(made)
         # in train mode whatever the original's is, as Accelerate's Megatron engine
@@ -334,45 +337,58 @@ class Accelerator(accelerate.Accelerator):
             raise TrainError("prepare() a model first")
         return self._built.engine
 
+    @property
+    def passes(self) -> Passes:
+        """What of each forward's gradients is in the buffers."""
+        if self._passes is None:
+            raise TrainError("prepare() a model first")
+        return self._passes
+
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
         """Gradients of the block stay on this data-parallel rank, as they do until a step."""
-        if self.engine.options.overlap:
+        if self._built is not None and self.engine.options.overlap:
             raise TrainError(
                 "no_sync: overlap_grad_reduce reduces gradients while they are computed; drop one"
             )
         yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Accept the loss of the last forward, whose backward has run inside the schedule."""
-        if loss is self._loss and not loss.requires_grad:
+        """Gradients of a loss, divided by the accumulation's steps as in Accelerate."""
+        if not loss.requires_grad:
             raise TrainError(
                 "backward: the loss has no gradients, since its forward ran in eval mode or under "
                 "torch.no_grad(); call model.train() and leave no_grad out"
             )
-        if loss is not self._loss:
-            raise TrainError(
-                "backward: this is not the loss that the prepared model returned last; its "
-                "backward ran inside the forward, so a loss of your own cannot be added. "
-                "MegatronLMPlugin(custom_loss_function=...) changes the loss"
-            )
-        self._loss = None
+        kwargs.pop("learning_rate", None)  # of an optimizer that is not here
+        (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
-    def remember_loss(self, own: float, mean: float, training: bool) -> torch.Tensor:
-        """Called by the prepared model: a forward's loss as the tensor that it returns."""
+    @contextlib.contextmanager
+    def watched(self, training: bool) -> Iterator[None]:
+        """Called by the prepared model around a forward with a loss: what it was on all ranks."""
+        yield
+        mean = self.engine.mean_loss
         if training:
             self._check_finite("loss", mean)
         self._log.loss(mean, training)
-        self._loss = torch.tensor(own, device=self.device, requires_grad=training)
-        return self._loss
+
+    def begin_pass(self, training: bool) -> float:
+        """Called before the schedule runs: the factor of the gradients that it computes."""
+        return self.passes.begin() if training else 1.0
+
+    def end_pass(self, value: float, random: Any, training: bool) -> torch.Tensor:
+        """Called after it: the loss for the script."""
+        if training:
+            return self.passes.add(value, random, self.device)
+        return torch.tensor(value, device=self.device)
 
     def evaluated(self) -> None:
         """Called by the prepared model, which trains again."""
         self._log.evaluated(self.updates)
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of every forward so far."""
-        self.engine.zero_grad()
+        """Forget the gradients of every backward pass so far."""
+        self.passes.clear()
 
     def _check_finite(self, what: str, value: float) -> None:
         """Stop, with everything that was saved before published."""
@@ -403,6 +419,7 @@ class Accelerator(accelerate.Accelerator):
         if not self.sync_gradients:
             return None
         assert engine.optimizer is not None, "no optimizer was prepared"
+        self.passes.finish()
         norm = engine.grad_norm()
         self._set_clipping(float(max_norm))
         return torch.tensor(norm, device=self.device)
@@ -425,6 +442,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _after_step(self, result: StepResult) -> None:
         """Called by the prepared optimizer."""
+        self.passes.after_step()
         self._check_finite("gradient norm", result.grad_norm)
         self.updates += 1
         self._set_clipping(self.settings.optimizer.clip_grad)
@@ -484,7 +502,8 @@ class Accelerator(accelerate.Accelerator):
         """Called when a checkpoint of that many optimizer steps was loaded."""
         self.updates, self.step = updates, 0
         self.gradient_state._set_sync_gradients(True)
-        self.clear_gradients()
+        self.passes.after_step()
+        self.engine.zero_grad()
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """Called by the prepared model: the whole model under transformers' names."""

@@ -16,10 +16,16 @@ from ..core.losses import MicroBatch
 from ..errors import TrainError
 from .batches import as_engine_batch, from_tuple, listed, padded
 from .build import Built
+from .output import Output
+from .passes import closed
 from .replica import Replica
+
+Later = Callable[[], torch.Tensor] | None  # computes logits
 
 # Keywords of a forward that change no loss: caches, and what an output is wrapped in.
 HARMLESS = {"use_cache", "return_dict", "output_attentions", "output_hidden_states"}
+# num_items_in_batch is what transformers divides the sum of losses by.
+OTHERS = HARMLESS | {"num_items_in_batch"}
 KNOWN = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
@@ -27,12 +33,15 @@ class Owner(Protocol):
     """What a prepared model asks of the Accelerator that made it."""
 
     replica: Replica
-    gradient_accumulation_steps: int
 
     @property
     def device(self) -> torch.device: ...
 
-    def remember_loss(self, own: float, mean: float, training: bool) -> torch.Tensor: ...
+    def watched(self, training: bool) -> contextlib.AbstractContextManager[None]: ...
+
+    def begin_pass(self, training: bool) -> float: ...
+
+    def end_pass(self, value: float, random: Any, training: bool) -> torch.Tensor: ...
 
     def evaluated(self) -> None: ...
 
@@ -100,11 +109,11 @@ class PreparedModel(torch.nn.Module):
     # --- a call ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **batch: Any) -> Any:
-        """One forward (and in train mode backward) of this rank's rows.
+        """One forward of this rank's rows; in train mode their gradients may be computed as well.
 
         Takes input_ids, labels, attention_mask and position_ids, [rows, sequence], by name or in
         the order of the transformers model. Returns an object with ``loss``, ``logits`` [rows,
-        sequence, vocab] where they are asked for, and ``reported`` where the plugin has a loss or
+        sequence, vocab] as soon as they are read, and ``reported`` where the plugin has a loss or
         train step of its own.
         """
         batch = self._shared(dict(zip(self._names, args, strict=False)) | batch)
@@ -125,42 +134,93 @@ class PreparedModel(torch.nn.Module):
             for k, v in found.items()
         }
 
+    @property
+    def _draws(self) -> bool:
+        options = self.engine.config
+        return self.training and bool(options.hidden_dropout or options.attention_dropout)
+
     def _stream(self) -> contextlib.AbstractContextManager[None]:
         """Dropout draws from a state of the model's own, which a script's seeds do not touch."""
-        options = self.engine.config
-        draws = self.training and (options.hidden_dropout or options.attention_dropout)
-        return rng.model_stream() if draws else contextlib.nullcontext()
-
-    def _call(self, batch: dict[str, Any]) -> Any:
-        labels, hooks = batch.get("labels"), self.settings.hooks
-        makes = hooks.get_batch is not None
-        if self._trains and labels is None and not makes:
-            raise TrainError("the model is in train mode and the batch has no labels; add them, "
-                             "or call model.eval()")  # fmt: skip
-        wants_logits = self.settings.model.return_logits or (labels is None and not makes)
-        micros, length, rows = self._micro_batches(batch)
-        loss, logits = self.engine.forward_backward(
-            micros, loss_function=hooks.loss_function, collect=wants_logits, **self._how()
-        )
-        whole = self.engine.whole_logits(logits, length)[:rows] if wants_logits else None
-        return self._output(loss if labels is not None or makes else None, whole)
+        return rng.model_stream() if self._draws else contextlib.nullcontext()
 
     @property
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def _how(self) -> dict[str, Any]:
-        """How the engine is to be called."""
-        weight = 1.0 / self.owner.gradient_accumulation_steps
-        return {"forward_only": not self.training, "weight": weight}
+    @property
+    def _is_direct(self) -> bool:
+        """Whether a backward pass of the script's own runs through the model."""
+        few = self.engine.layout.pp == 1 and self.settings.batch.num_micro_batches == 1
+        return self._trains and few and self.handler is None
 
-    def _output(self, loss: float | None, logits: torch.Tensor | None) -> Any:
-        from transformers.modeling_outputs import CausalLMOutput
+    def _call(self, batch: dict[str, Any]) -> Any:
+        labels, hooks = batch.get("labels"), self.settings.hooks
+        makes = hooks.get_batch is not None
+        counts = labels is not None or makes  # toward a loss
+        items = batch.pop("num_items_in_batch", None)
+        if self._trains and not counts and not self._is_direct:
+            raise TrainError(
+                "the model is in train mode and the batch has no labels; add them, or call "
+                "model.eval(); a loss of your own made of logits needs pp_degree=1 and "
+                "num_micro_batches=1"
+            )
+        micros, length, rows = self._micro_batches(batch)
+        self.engine.heads.keeps = counts
+        if self._is_direct:
+            loss, later = self._direct(micros[0], counts, length)
+        else:
+            loss, later = self._scheduled(micros, counts, length, rows)
+        self.engine.heads.take()
+        if loss is not None and items is not None:  # transformers divides the sum by it
+            loss = loss * (self.engine.counted / float(items))
+        return self._output(loss, later)
 
-        found = None
-        if loss is not None:
-            found = self.owner.remember_loss(loss, self.engine.mean_loss, self._trains)
-        out = CausalLMOutput(loss=found, logits=logits)
+    def _direct(
+        self, micro: MicroBatch, counts: bool, length: int
+    ) -> tuple[torch.Tensor | None, Later]:
+        """Loss and logits of one micro-batch, with their graph."""
+        if not counts:
+            found = self.engine.direct_logits(micro)[:, :length]
+            return None, lambda: found
+        with self.owner.watched(training=True):
+            loss, parts = self.engine.direct(
+                micro, self.settings.hooks.loss_function, self.settings.model.return_logits
+            )
+        kept = self.engine.heads.take()
+
+        def logits() -> torch.Tensor:
+            found = parts or [head.logits() for head in kept]
+            return self.engine.with_graph(found)[:, :length]
+
+        return loss, logits
+
+    def _scheduled(
+        self, micros: list[MicroBatch], counts: bool, length: int, rows: int
+    ) -> tuple[torch.Tensor | None, Later]:
+        """The same by the schedule, whose backward pass is over when it returns."""
+        engine, trains, function = self.engine, self._trains, self.settings.hooks.loss_function
+        collect = not counts or (trains and self.settings.model.return_logits)
+        random = rng.model_states() if self._draws and trains else None
+        with self.owner.watched(trains) if counts else contextlib.nullcontext():
+            value, parts = engine.forward_backward(
+                micros, loss_function=function, collect=collect,
+                forward_only=not self.training, weight=self.owner.begin_pass(trains),
+            )  # fmt: skip
+        loss = self.owner.end_pass(value, random, trains) if counts else None
+        kept = engine.heads.take()
+        if trains and not collect:
+            return loss, _not_returned
+
+        def logits() -> torch.Tensor:
+            with torch.set_grad_enabled(False):
+                found = parts if collect else [head.logits() for head in kept]
+                whole = engine.whole_logits(found, length)[:rows]
+            return closed(whole) if trains else whole
+
+        return loss, logits
+
+    def _output(self, loss: torch.Tensor | None, later: Later) -> Any:
+        out = Output.of(loss, later)
         if self.engine.reported:
             out["reported"] = {
                 key: torch.tensor(value, device=self.device)
@@ -178,9 +238,14 @@ class PreparedModel(torch.nn.Module):
                 f"tp={self.engine.parallel.tp}; pad them, since the custom_train_step_class makes "
                 "its own batches"
             )
-        step = self.handler.forward_step
-        loss = self.engine.custom_forward_backward(step, rows, shape, **self._how())
-        out = self._output(loss, None)
+        step, trains = self.handler.forward_step, self._trains
+        random = rng.model_states() if self._draws and trains else None
+        with self.owner.watched(trains):
+            value = self.engine.custom_forward_backward(
+                step, rows, shape, forward_only=not self.training,
+                weight=self.owner.begin_pass(trains),
+            )  # fmt: skip
+        out = self._output(self.owner.end_pass(value, random, trains), None)
         made = getattr(self.handler, "model_output_class", type(out))
         if made is None:
             return out.loss
@@ -224,7 +289,7 @@ class PreparedModel(torch.nn.Module):
             iterator = iter(sliced)
             made = [from_tuple(make(iterator)) for _ in sliced]
         else:
-            surplus = {k for k, v in batch.items() if k not in KNOWN | HARMLESS and v is not None}
+            surplus = {k for k, v in batch.items() if k not in KNOWN | OTHERS and v is not None}
             if surplus:
                 raise TrainError(
                     f"the model takes {listed(KNOWN)}; the batch also has {listed(surplus)}: "
@@ -275,6 +340,13 @@ class PreparedModel(torch.nn.Module):
                 "position_ids that do not count from 0 in each row: megatron-core computes rotary "
                 "positions itself; leave position_ids out"
             )
+
+
+def _not_returned() -> torch.Tensor:
+    raise TrainError(
+        "logits of a training batch with labels, where a pipeline or several micro-batches run: "
+        "MegatronLMPlugin(return_logits=True) keeps them; they carry no gradients"
+    )
 
 
 def _forward_names(original: Any) -> list[str]:

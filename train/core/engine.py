@@ -30,8 +30,9 @@ from ..model.modules import hidden_keys
 from ..model.options import ModelOptions
 from ..patches import graphs
 from ..patches.megatron import import_megatron
-from . import agreement, optim
+from . import agreement, heads, optim
 from .gradients import Gradients
+from .heads import Heads
 from .layout import Layout
 from .losses import ForwardStep, LossFunction, MicroBatch, Run, custom_step, forward_step
 from .process import Parallel
@@ -51,6 +52,16 @@ class EngineOptions:
     per_token_loss: bool = True  # mean over all tokens; else over the micro-batches' means
     own_loss: bool = False  # the mean of each data-parallel rank alone; ranks count alike
     eod_tokens: tuple[int, ...] = ()  # input tokens whose position does not count
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the schedule that computed gradients; it can be run again."""
+
+    step: Callable[..., Any]
+    batches: Sequence[Mapping[str, Any]]
+    shape: tuple[int, ...]
+    share: float  # the factor of its gradients at a weight of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,9 @@ class Engine:
         self.view: optim.OptimizerView | None = None
         finalize = import_megatron("distributed").finalize_model_grads
         self.gradients = Gradients(self.chunks, finalize, options.overlap)
+        self.heads = Heads(self.modules[-1])
+        self.last: Call | None = None  # the last that computed gradients
+        self.counted = 0.0  # what this rank's last loss was divided by
         self.mean_loss = 0.0  # of the last call, over all data-parallel ranks
         self.reported: dict[str, float] = {}  # what the loss function reported in the last call
         self.faulty_rank: int | None = None  # the first whose loss or gradient was not finite
@@ -232,13 +246,12 @@ class Engine:
         backward = not forward_only and torch.is_grad_enabled()
         total, share = self._total(batches, backward)
         run = Run(self.options.per_token_loss, loss_function, collect)
-        losses = self._schedule(
-            partial(forward_step, run), batches, tuple(batches[0]["tokens"].shape),
-            not forward_only, backward, weight * share,
-        )  # fmt: skip
+        call = Call(partial(forward_step, run), batches, tuple(batches[0]["tokens"].shape), share)
+        losses = self._schedule(call, not forward_only, backward, weight)
         if reduce:
             self.gradients.reduce()
-        return self._agree(losses, total, loss_function is not None), run.logits
+        logits, run.logits, run.collect = run.logits, [], False  # `again` keeps none
+        return self._agree(losses, total, loss_function is not None), logits
 
     def custom_forward_backward(
         self,
@@ -257,40 +270,93 @@ class Engine:
         count = len(batches) * (1 if self.options.own_loss else ranks)
         share = 1.0 / (len(batches) * ranks)
         backward = not forward_only and torch.is_grad_enabled()
-        losses = self._schedule(
-            partial(custom_step, step), batches, shape, not forward_only, backward, weight * share
-        )
+        call = Call(partial(custom_step, step), batches, shape, share)
+        losses = self._schedule(call, not forward_only, backward, weight)
         return self._agree(losses, float(count), custom=True)
 
+    def again(self, call: Call, weight: float) -> None:
+        """Add the gradients of a call once more; no collective of the data-parallel ranks."""
+        self._schedule(call, True, True, weight)
+
+    def direct(
+        self, batch: MicroBatch, loss_function: LossFunction | None = None, collect: bool = False
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss of a micro-batch, with its graph, in train mode on a model of one stage.
+
+        A backward pass of the caller's adds gradients, those of the mean over data-parallel ranks.
+        ``with_graph`` makes whole logits of those that come back, if they are collected, or of
+        those of ``heads``.
+        """
+        assert self.layout.pp == 1, "the graph ends at the stage's border"
+        batch = self._on_device(self._weighted(batch))
+        total, share = self._total([batch], True)
+        # the fused kernel is faster, and leaves logits of half precision alone
+        collect = collect or not self.config.cross_entropy_loss_fusion
+        run = Run(self.options.per_token_loss, loss_function, collect, graph=True)
+        output, loss = forward_step(run, iter([batch]), self._one_chunk())
+        found, _, report = loss(output)
+        mean = self._agree([report], total, loss_function is not None)
+        if not total:  # nothing to predict here: the loss of the other ranks, without a gradient
+            return found * 0.0 + mean, run.logits
+        return _Scaled.apply(found / total, share * total, self._begin_direct()), run.logits
+
+    def direct_logits(self, batch: MicroBatch) -> torch.Tensor:
+        """[rows, s, vocab] of a micro-batch, with its graph, as ``direct`` gives a loss."""
+        batch = self._on_device(self._weighted(batch))
+        chunk = self._one_chunk()
+        found = chunk(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=None)
+        return self.with_graph([found], self._begin_direct())
+
+    def with_graph(
+        self, parts: Sequence[torch.Tensor], begin: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """Logits of this tp rank as whole ones, [rows, s, vocab], with their graph."""
+        whole = heads.whole(self.parallel, parts, self.model.sizes["vocab"])
+        begin = begin or self._begin_direct()
+        return _Scaled.apply(whole, 1.0 / self.parallel.dp, begin)
+
+    def _one_chunk(self) -> Any:
+        for chunk in self.chunks:
+            chunk.train()
+        for replayed in self.graphs:
+            replayed.prepare(1, alone=False)
+        return self.chunks[0]
+
+    def _begin_direct(self) -> Callable[[], None]:
+        """What the backward pass of one forward calls first; more than once does no harm."""
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            if not (begun and self.options.overlap):
+                self.gradients.begin_backward()
+            begun = True
+
+        return begin
+
     def _schedule(
-        self,
-        step: Callable[..., Any],
-        batches: Sequence[Mapping[str, Any]],
-        shape: tuple[int, ...],
-        training: bool,
-        backward: bool,
-        factor: float,
+        self, call: Call, training: bool, backward: bool, weight: float
     ) -> list[Mapping[str, Any]]:
         """Run megatron-core's schedule; what the last stage's losses returned.
 
-        ``factor`` scales gradients.
+        ``weight`` scales gradients.
         """
         schedules = import_megatron("pipeline_parallel.schedules")
         for chunk in self.chunks:
             chunk.train(training)
         if backward:
             self.gradients.begin_backward()
-            self._factor = factor
+            self._factor, self.last = weight * call.share, call
             for replayed in self.graphs:
-                replayed.prepare(len(batches))
+                replayed.prepare(len(call.batches))
         with torch.set_grad_enabled(backward):
             found: list[Mapping[str, Any]] = schedules.get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=self._iterators(batches),
+                forward_step_func=call.step,
+                data_iterator=self._iterators(call.batches),
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-                num_microbatches=len(batches),
-                seq_length=shape[1],
-                micro_batch_size=shape[0],
+                num_microbatches=len(call.batches),
+                seq_length=call.shape[1],
+                micro_batch_size=call.shape[0],
                 forward_only=not backward,
             )
         return found
@@ -330,6 +396,7 @@ class Engine:
         is 0 where it has nothing to predict. TrainError where no rank has.
         """
         mine, own = float(sum(b["portion"] for b in batches)), self.options.own_loss
+        self.counted = mine
         every = agreement.over_dp(self.parallel, float(mine > 0) if own else mine)
         if every == 0 and backward:
             raise TrainError("no token of this batch counts toward the loss: every label is masked")
@@ -400,6 +467,22 @@ class Engine:
         state = import_megatron("parallel_state")
         dist.all_reduce(box, group=state.get_model_parallel_group())
         return math.sqrt(float(box.item()))
+
+
+class _Scaled(torch.autograd.Function):
+    """The same value; its gradient is multiplied by a factor, after ``begin`` was called."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, factor: float, begin: Callable[[], None]
+    ) -> torch.Tensor:
+        ctx.factor, ctx.begin = factor, begin
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.begin()
+        return gradient * ctx.factor, None, None
 
 
 def _wants_gradient(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Gradients:
         """
         self.chunks, self.overlap = list(chunks), overlap
         self._finalize = finalize
+        self._factor = 1.0  # what the sums are still to be multiplied by
         self.state = State.EMPTY
 
     def clear(self) -> None:
@@ -43,7 +44,7 @@ class Gradients:
             self.reduce()  # what is under way writes to the buffers
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.state = State.EMPTY
+        self.state, self._factor = State.EMPTY, 1.0
 
     def begin_backward(self) -> None:
         """Called before a backward pass adds to the buffers; TrainError if it must not."""
@@ -61,6 +62,18 @@ class Gradients:
             )
         self.state = State.LOCAL
 
+    def scale(self, factor: float) -> None:
+        """Multiply everything; while a reduction is under way, as soon as it has ended."""
+        if self.state is State.LOCAL and self.overlap:
+            self._factor *= factor
+        else:
+            self._multiply(factor)
+
+    def _multiply(self, factor: float) -> None:
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.mul_(factor)
+
     def reduce(self) -> None:
         """Sum over the ranks that share a parameter, unless that is done; a collective."""
         if self.state is not State.LOCAL:
@@ -71,6 +84,9 @@ class Gradients:
         self._finalize(self.chunks)
         if timers is not None:
             timers("forward-backward").stop()
+        if self._factor != 1.0:
+            self._multiply(self._factor)
+            self._factor = 1.0
         self.state = State.REDUCED
 
     def after_step(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import TrainError
 from ..patches.megatron import import_megatron
+from .entropy import cross_entropy
 
 # A micro-batch: tokens, labels, loss_mask, position_ids [b, s]; labels are those to predict at
 # each position. attention_mask (optional) [b, s]: 1 for a token, 0 for padding; or [b or 1, 1, s,
@@ -39,6 +40,7 @@ class Run:
     per_token: bool  # mean over all tokens; else over the micro-batches' means
     loss_function: LossFunction | None
     collect: bool  # keep the logits
+    graph: bool = False  # and their graph, for a backward pass of the caller's
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -66,7 +68,11 @@ def _loss(run: Run, batch: Mapping[str, Any], output: torch.Tensor) -> Loss:
     """
     losses, given = output, output
     if run.collect:
-        run.logits.append(output.detach())
+        run.logits.append(output if run.graph else output.detach())
+    if run.collect and run.graph:
+        losses = cross_entropy(output, batch["labels"])
+        given = (losses, output)  # type: ignore[assignment]
+    elif run.collect:
         entropy = import_megatron("tensor_parallel").vocab_parallel_cross_entropy
         labels = batch["labels"].transpose(0, 1).contiguous()
         losses = entropy(output.float().transpose(0, 1).contiguous(), labels).transpose(0, 1)

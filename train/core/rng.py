@@ -43,6 +43,33 @@ def seed_model(seed: int, pp_rank: int) -> None:
         model_parallel_cuda_manual_seed(seed + _PER_STAGE * pp_rank)
 
 
+def model_states() -> dict[str, object]:
+    """megatron's tracked states as they are now."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return {
+        name: state.clone() if isinstance(state, torch.Tensor) else state
+        for name, state in get_cuda_rng_tracker().get_states().items()
+    }
+
+
+@contextlib.contextmanager
+def as_of(states: dict[str, object] | None) -> Iterator[None]:
+    """The model draws what it drew from these states, and goes on from where it is afterwards."""
+    if states is None:
+        yield
+        return
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker, now = get_cuda_rng_tracker(), model_states()
+    tracker.set_states(dict(states))
+    try:
+        with model_stream():
+            yield
+    finally:
+        tracker.set_states(now)
+
+
 @contextlib.contextmanager
 def model_stream() -> Iterator[None]:
     """What is drawn from the default state comes from a tracked one."""

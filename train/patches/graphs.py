@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import TrainError
 from .megatron import import_megatron
 
 if TYPE_CHECKING:
@@ -80,7 +81,16 @@ class _Recording:
     backward: Callable[[], None]
     kept: Sequence[object]  # memory that the recording refers to
     reset: Callable[[], None]  # after which it cannot be replayed
-    busy: bool = False  # between forward and backward
+    user: weakref.ref[_User] | None = None  # the pass between forward and backward
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward pass may still come: one whose graph is gone does not."""
+        return self.user is not None and self.user() is not None
+
+
+class _User:
+    """What lives as long as the graph of a pass."""
 
 
 @dataclass(slots=True)
@@ -121,10 +131,13 @@ class LayerGraphs:
             self.ordinary.append(layer.forward)
             layer.forward = functools.partial(self._forward, i)
 
-    def prepare(self, micro_batches: int) -> None:
-        """Before each training call of the schedule: record what the last calls did."""
-        for recording in self.recordings:
-            recording.busy = False
+    def prepare(self, micro_batches: int, alone: bool = True) -> None:
+        """Before each training call of the schedule: record what the last calls did.
+
+        ``alone``: no backward pass of an earlier call is to come.
+        """
+        for recording in self.recordings if alone else ():
+            recording.user = None
         self.count += self.seen
         self.seen = False
         if self.call is not None and not self.recordings and self.count >= _ORDINARY:
@@ -241,16 +254,21 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, recording: _Recording) -> torch.Tensor:
         recording.x.copy_(x)
         recording.forward()
-        recording.busy = True
-        ctx.recording = recording
+        ctx.recording, ctx.user = recording, _User()
+        recording.user = weakref.ref(ctx.user)
         return recording.y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         recording = ctx.recording
+        if recording.user is None or recording.user() is not ctx.user:
+            raise TrainError(
+                "a second backward pass through the same forward pass: CUDA graphs keep nothing "
+                "for it; leave retain_graph out, or call the model again"
+            )
         recording.y_gradient.copy_(gradient)
         recording.backward()
-        recording.busy = False
+        recording.user = None
         # the memory is the next forward pass's as well, and the gradient may still be sent then
         return recording.x_gradient.clone(), None
 

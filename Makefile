@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-gpu torture lint types bench wheel demo clean
+.PHONY: help test test-accelerate test-slow test-gpu torture lint types bench wheel demo clean
 
 help:
 	@echo "make test       the test suite, on CPU"

@@ -343,10 +343,7 @@ def _evaluated(accelerator, model, batch: Mapping[str, torch.Tensor]) -> dict[st
     assert not out.loss.requires_grad
     unlabelled = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
     assert unlabelled.loss is None
-    if accelerator.plugin.return_logits:
-        assert torch.equal(unlabelled.logits, out.logits)
-    else:
-        assert out.logits is None
+    assert torch.equal(unlabelled.logits, out.logits)
     logits = accelerator.gather_for_metrics(unlabelled.logits)
     return {"eval_loss": out.loss.item(), "logits": logits}
 
@@ -886,11 +883,19 @@ def _no_sync() -> None:
         pass
 
 
-def _another_loss() -> None:
-    accelerator, model, _, loader = _with()
+def _logits_of_a_pipeline() -> None:
+    accelerator, model, _, loader = _with(plugin={"num_micro_batches": 2, "return_logits": True})
     batch = next(iter(loader))
     batch.pop("row")
-    accelerator.backward(model(**batch).loss * 0.5)
+    accelerator.backward(model(**batch).logits.logsumexp(-1).mean())
+
+
+def _two_steps() -> None:
+    accelerator, model, optimizer, loader = _with(plugin={"num_micro_batches": 2})
+    for batch in loader:
+        batch.pop("row")
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
 
 
 def _loss_of_eval() -> None:
@@ -959,12 +964,15 @@ def _kept(change: Mapping[str, Any]):
 REFUSED = {
     "a gradient that is not finite": _broken_gradient,
     "no_sync and overlap": _no_sync,
-    "another loss": _another_loss,
+    "logits of a pipeline": _logits_of_a_pipeline,
+    "two steps without zero_grad": _two_steps,
     "the loss of eval": _loss_of_eval,
     "unknown keys": lambda: _call(
         _kept({"token_type_ids": torch.zeros(2, LENGTH), "use_cache": 1})
     ),
-    "no labels": lambda: _call(lambda batch: {"input_ids": batch["input_ids"]}),
+    "no labels": lambda: _call(
+        lambda batch: {"input_ids": batch["input_ids"]}, {"num_micro_batches": 2}
+    ),
     "no input_ids": lambda: _call(lambda batch: {"labels": batch["labels"]}),
     "labels of another shape": lambda: _call(_kept({"labels": torch.zeros(2, 5).long()})),
     "all labels masked": lambda: _call(_kept({"labels": torch.full((2, LENGTH), -100)})),

@@ -700,7 +700,8 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_what_was_saved(
 ERRORS: Mapping[str, tuple[str, ...]] = {
     "a gradient that is not finite": ("step 1: the gradient norm is nan (first on rank 0 of 1)",),
     "no_sync and overlap": ("overlap_grad_reduce",),
-    "another loss": ("not the loss that the prepared model returned", "custom_loss_function"),
+    "logits of a pipeline": ("a loss made of logits", "custom_loss_function"),
+    "two steps without zero_grad": ("the gradients of the first were not cleared",),
     "the loss of eval": ("eval mode", "model.train()"),
     "unknown keys": ("the batch also has token_type_ids", "collate"),
     "no labels": ("no labels", "model.eval()"),

@@ -151,13 +151,14 @@ ORDERS: Mapping[str, tuple[Callable[[Script], float], tuple[int, ...]]] = {  # a
 def _after_the_step(script: Script) -> None:
     script.backward(0)
     script.optimizer.step()
-    script.forward(1)
+    script.backward(1)
+    script.optimizer.step()
 
 
 def _after_clipping(script: Script) -> None:
     script.backward(0)
     script.clip()
-    script.forward(1)
+    script.backward(1)
 
 
 def _no_gradient(script: Script) -> None:
@@ -169,8 +170,7 @@ def _no_gradient(script: Script) -> None:
 REFUSED: Mapping[str, tuple[Callable[[Script], None], str]] = {
     "after the step": (
         _after_the_step,
-        "a forward pass in train mode, but the gradients before it are used by the optimizer's "
-        "step already; call zero_grad() first",
+        "zero_grad()",
     ),
     "after clipping": (_after_clipping, "the gradients before it are clipped already"),
     "a loss of no_grad": (_no_gradient, "backward: the loss has no gradients"),

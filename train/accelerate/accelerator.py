@@ -14,6 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ class Accelerator(accelerate.Accelerator):
         if of["model"]:
             made[id(of["model"][0])] = self._prepare_model(of["model"][0], optimizer)
         elif optimizer is not None:
-            raise TrainError("prepare: give the optimizer together with its model")
+            self._attach(optimizer)
         if optimizer is not None:
             made[id(optimizer)] = self.optimizer
         for thing in of["scheduler"]:
@@ -219,6 +220,8 @@ class Accelerator(accelerate.Accelerator):
         build.check_kind(original)
         if self._built is not None:
             raise TrainError("prepare: a model is prepared already; call free_memory() first")
+        if any(parameter.is_meta for parameter in original.parameters()):
+            self.tell("the model is on the meta device: its weights come by load_state")
         said = param_groups.settings_from(optimizer) if optimizer is not None else None
         self.settings = self._settings(optimizer=said)
         self.seed = self._drawn_seed()
@@ -233,14 +236,36 @@ class Accelerator(accelerate.Accelerator):
         weight = 1.0 / self.gradient_accumulation_steps
         self._passes = Passes(built.engine, self.tell, weight)
         if optimizer is not None:
-            made = PreparedOptimizer(
-                optimizer, built.engine, self.passes.finish, self._after_step, self.clear_gradients
-            )
-            self._optimizers.append(made)
+            self._wrap(optimizer)
         # in train mode whatever the original's is, as Accelerate's Megatron engine
         model = PreparedModel(self, built, original)
         self._models.append(model)
         return model
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer of the model that is prepared already."""
+        if self._built is None:
+            raise TrainError("prepare: prepare the model before its optimizer, or with it")
+        if self.optimizer is not None:
+            raise TrainError("prepare: the model has an optimizer already; one can be prepared")
+        said = param_groups.settings_from(optimizer)
+        settings = replace(self.settings, optimizer=self._settings(optimizer=said).optimizer)
+        build.attach(self._built, self._models[-1].original, optimizer, settings)
+        self.settings = settings
+        self._wrap(optimizer)
+
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
+        made = PreparedOptimizer(
+            optimizer, self.engine, self.passes.finish, self._after_step, self.clear_gradients
+        )
+        self._optimizers.append(made)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Cut every gradient, summed over the ranks, to at most ``clip_value``."""
+        self._check_all(parameters)
+        if self.sync_gradients:
+            self.passes.finish()
+            self.engine.gradients.cut(float(clip_value))
 
     def _drawn_seed(self) -> int:
         """The seed of dropout: the plugin's, or one that the script's own seed decides."""

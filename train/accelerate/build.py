@@ -65,12 +65,13 @@ def build(
     )
     weights.check_names(original, model)
     index = _groups(original, model, optimizer, parts)
+    trained = _trained(original, parts) if index is None else {n for n in index if index[n] >= 0}
     engine = engine_of(
         settings, model, parallel, name,
         eod_tokens=_eod_tokens(original, settings),
         several_calls=several_calls,
         own_loss=True,
-        trained=None if index is None else lambda stored: index[stored] >= 0,
+        trained=trained.__contains__,
     )  # fmt: skip
     if index is not None:
         assert optimizer is not None
@@ -78,9 +79,47 @@ def build(
         engine.attach_optimizer(settings.optimizer, made)
     held = RankState.of(engine)
     held.stream = True
-    weights.take(original, held)
+    _fill(original, held)
     engine.zero_grad()
     return Built(settings, engine, held, positions_of(model), _handler(settings, engine))
+
+
+def _fill(original: Any, held: RankState) -> None:
+    """The model's weights; one that has none yet (on the meta device) waits for ``load_state``."""
+    if not any(tensor.is_meta for tensor in original.state_dict().values()):
+        weights.take(original, held)
+
+
+def attach(
+    built: Built, original: Any, optimizer: torch.optim.Optimizer, settings: TrainConfig
+) -> None:
+    """Give a model that was prepared alone its optimizer, over either model's parameters."""
+    engine = built.engine
+    options = settings.optimizer
+    ours = {id(parameter): name for name, parameter in engine.named.items()}
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if given & ours.keys():
+        index = dict.fromkeys(engine.named, -1)
+        for number, group in enumerate(optimizer.param_groups):
+            index.update({ours[id(p)]: number for p in group["params"] if id(p) in ours})
+    else:
+        parts = weights.stored_parts(
+            engine.model, engine.layout, engine.parallel, engine.model_options.vocab_multiple
+        )
+        found = _groups(original, engine.model, optimizer, parts)
+        assert found is not None
+        index = found
+    engine.attach_optimizer(options, groups.param_groups(optimizer, index, engine.named, options))
+    built.held.optimizer = engine.view
+    _fill(original, built.held)  # masters get every bit
+    engine.zero_grad()
+
+
+def _trained(original: Any, parts: Mapping[str, list[str]]) -> set[str]:
+    """The stored tensors that are trained, where no optimizer says."""
+    frozen = {n for n, p in original.named_parameters() if not p.requires_grad}
+    index = groups.stored_groups(parts, [{n for names in parts.values() for n in names}], frozen)
+    return {name for name, group in index.items() if group >= 0}
 
 
 def _groups(

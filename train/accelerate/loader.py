@@ -83,7 +83,7 @@ class PreparedLoader(DataLoaderStateMixin):
         stream = isinstance(given.dataset, torch.utils.data.IterableDataset)
         dispatch = stream if config.dispatch_batches is None else config.dispatch_batches
         inner = prepare_data_loader(
-            _rebuilt(given, share, replica, cursor),
+            _rebuilt(given, share, None if dispatch else replica, cursor),
             device,
             num_processes=share.dp,
             process_index=share.dp_rank,
@@ -144,6 +144,10 @@ class PreparedLoader(DataLoaderStateMixin):
         """The epoch that comes next, for samplers and data sets that have one."""
         self.cursor.epoch, self.cursor.batches, self.cursor.broken_off = epoch, 0, False
         self.inner.set_epoch(epoch)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Another sampler of rows, in the order of the first leader's."""
+        self.inner.set_sampler(Ordered(sampler, self.replica, self.cursor))
 
     def begin(self) -> None:
         """Called when an epoch begins: Accelerate's states know that this loader is iterated."""
@@ -285,7 +289,7 @@ def _is_end(batch: object) -> bool:
 
 
 def _rebuilt(
-    given: torch.utils.data.DataLoader[Any], share: Share, replica: Replica, cursor: Cursor
+    given: torch.utils.data.DataLoader[Any], share: Share, replica: Replica | None, cursor: Cursor
 ) -> torch.utils.data.DataLoader[Any]:
     """The loader with whole batches of rows, and with an order that leaders agree on."""
     every = 1 if share.config.split_batches else share.micro_batches
@@ -319,7 +323,7 @@ def _rebuilt(
 def _with_batches(
     given: torch.utils.data.DataLoader[Any],
     every: int,
-    replica: Replica,
+    replica: Replica | None,
     cursor: Cursor,
     how: Mapping[str, Any],
 ) -> torch.utils.data.DataLoader[Any]:

@@ -122,7 +122,10 @@ class PreparedModel(torch.nn.Module):
         self._check_length(batch["input_ids"].shape[1])
         as_tuple = batch.pop("return_dict", None) is False
         with self._stream():
-            out = self._custom_call(batch) if self.handler is not None else self._call(batch)
+            if self.handler is not None:
+                out = self._custom_call(batch)
+            else:
+                out = self._call(batch, as_tuple)
         return out.to_tuple() if as_tuple and hasattr(out, "to_tuple") else out
 
     def _shared(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +156,7 @@ class PreparedModel(torch.nn.Module):
         few = self.engine.layout.pp == 1 and self.settings.batch.num_micro_batches == 1
         return self._trains and few and self.handler is None
 
-    def _call(self, batch: dict[str, Any]) -> Any:
+    def _call(self, batch: dict[str, Any], as_tuple: bool) -> Any:
         labels, hooks = batch.get("labels"), self.settings.hooks
         makes = hooks.get_batch is not None
         counts = labels is not None or makes  # toward a loss
@@ -169,8 +172,8 @@ class PreparedModel(torch.nn.Module):
         if self._is_direct:
             loss, later = self._direct(micros[0], counts, length)
         else:
-            loss, later = self._scheduled(micros, counts, length, rows)
-        self.engine.heads.take()
+            loss, later = self._scheduled(micros, counts, length, rows, keeps=as_tuple)
+        self.engine.heads.keeps = False  # logits that are read later go through the layer again
         if loss is not None and items is not None:  # transformers divides the sum by it
             loss = loss * (self.engine.counted / float(items))
         return self._output(loss, later)
@@ -195,11 +198,14 @@ class PreparedModel(torch.nn.Module):
         return loss, logits
 
     def _scheduled(
-        self, micros: list[MicroBatch], counts: bool, length: int, rows: int
+        self, micros: list[MicroBatch], counts: bool, length: int, rows: int, keeps: bool
     ) -> tuple[torch.Tensor | None, Later]:
-        """The same by the schedule, whose backward pass is over when it returns."""
+        """The same by the schedule, whose backward pass is over when it returns.
+
+        In train mode logits are kept if the plugin says so, or ``keeps``.
+        """
         engine, trains, function = self.engine, self._trains, self.settings.hooks.loss_function
-        collect = not counts or (trains and self.settings.model.return_logits)
+        collect = not counts or (trains and (keeps or self.settings.model.return_logits))
         random = rng.model_states() if self._draws and trains else None
         with self.owner.watched(trains) if counts else contextlib.nullcontext():
             value, parts = engine.forward_backward(
@@ -209,7 +215,7 @@ class PreparedModel(torch.nn.Module):
         loss = self.owner.end_pass(value, random, trains) if counts else None
         kept = engine.heads.take()
         if trains and not collect:
-            return loss, _not_returned
+            return loss, None
 
         def logits() -> torch.Tensor:
             with torch.set_grad_enabled(False):
@@ -340,13 +346,6 @@ class PreparedModel(torch.nn.Module):
                 "position_ids that do not count from 0 in each row: megatron-core computes rotary "
                 "positions itself; leave position_ids out"
             )
-
-
-def _not_returned() -> torch.Tensor:
-    raise TrainError(
-        "logits of a training batch with labels, where a pipeline or several micro-batches run: "
-        "MegatronLMPlugin(return_logits=True) keeps them; they carry no gradients"
-    )
 
 
 def _forward_names(original: Any) -> list[str]:

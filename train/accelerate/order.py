@@ -38,7 +38,8 @@ class Cursor:
 class Ordered:
     """A sampler (of rows or of batches) in the order of the first leader's."""
 
-    def __init__(self, sampler: Any, replica: Replica, cursor: Cursor) -> None:
+    def __init__(self, sampler: Any, replica: Replica | None, cursor: Cursor) -> None:
+        """Without a ``replica`` only the first leader reads, and asks nobody."""
         self.sampler, self.replica, self.cursor = sampler, replica, cursor
         for name in ("batch_size", "drop_last"):
             if hasattr(sampler, name):  # of a sampler of batches
@@ -62,7 +63,7 @@ class Ordered:
             own: Iterator[Any] = _as_of_old(self.sampler, epoch_seed(cursor.old_seed, cursor.epoch))
         else:
             own = iter(self.sampler)
-        if self.replica.council is None:  # one replica; or a peer, which is asked by mistake
+        if self.replica is None or self.replica.council is None:  # one; or a peer
             yield from own
             return
         while found := self.replica.agreed(list(islice(own, _AT_ONCE))):

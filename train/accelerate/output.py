@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
+from ..errors import TrainError
+
 
 class Output(CausalLMOutput):
     """transformers' output, whose logits are gathered when they are first read.
@@ -19,7 +21,7 @@ class Output(CausalLMOutput):
 
     @classmethod
     def of(cls, loss: torch.Tensor | None, later: Callable[[], torch.Tensor] | None) -> Output:
-        """``later`` computes the logits; None where there are none."""
+        """``later`` computes the logits; None where they were not kept."""
         made = cls(loss=loss)
         object.__setattr__(made, "_later", later)
         return made
@@ -30,12 +32,25 @@ class Output(CausalLMOutput):
             object.__setattr__(self, "_later", None)
             self["logits"] = later()
 
+    def _need(self) -> None:
+        self._gather()
+        if "logits" not in self:
+            raise TrainError(
+                "logits of a training batch with labels, where a pipeline or several "
+                "micro-batches run: MegatronLMPlugin(return_logits=True) keeps them; they carry "
+                "no gradients"
+            )
+
     def __getattribute__(self, name: str) -> Any:
-        if name in ("logits", "to_tuple", "keys", "items", "values"):
+        if name == "logits":
+            object.__getattribute__(self, "_need")()
+        elif name in ("to_tuple", "keys", "items", "values"):
             object.__getattribute__(self, "_gather")()
         return super().__getattribute__(name)
 
     def __getitem__(self, key: Any) -> Any:
-        if key != "loss" and not (key == 0 and "loss" in self):
+        if key == "logits" and self._later is not None:
             self._gather()
-        return super().__getitem__(0 if key == 0 and "loss" not in self else key)
+        elif key == 0 and "loss" in self:  # a loss needs no logits
+            return super().__getitem__("loss")
+        return super().__getitem__(key)

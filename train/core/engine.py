@@ -290,6 +290,7 @@ class Engine:
         assert self.layout.pp == 1, "the graph ends at the stage's border"
         batch = self._on_device(self._weighted(batch))
         total, share = self._total([batch], True)
+        self._factor = share  # of what layers add to a loss
         # the fused kernel is faster, and leaves logits of half precision alone
         collect = collect or not self.config.cross_entropy_loss_fusion
         run = Run(self.options.per_token_loss, loss_function, collect, graph=True)

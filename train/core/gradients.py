@@ -69,6 +69,13 @@ class Gradients:
         else:
             self._multiply(factor)
 
+    def cut(self, value: float) -> None:
+        """Reduce, and bring every number between ``-value`` and ``value``."""
+        self.reduce()
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.clamp_(-value, value)
+
     def _multiply(self, factor: float) -> None:
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):

@@ -84,7 +84,8 @@ def _install() -> None:
             "is_last_process",
             lambda self, ranks: ranks.is_leader and self.process_index == self.num_processes - 1,
         ),
-        ("use_distributed", lambda self, ranks: ranks.world_size > 1),
+        # asked by decorators: whether another process may act instead; for a peer one does
+        ("use_distributed", lambda self, ranks: len(ranks.leaders) > 1 or not ranks.is_leader),
     ):
         old = getattr(state.PartialState, name).fget
         replace("accelerate.state", f"PartialState.{name}", property(_either(old, new)))

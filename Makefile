@@ -25,6 +25,7 @@ help:
 	@echo "make test       the test suite, on CPU"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-accelerate  scripts' idioms with another release of Accelerate: ACCELERATE=1.6.0"
 	@echo "make torture    hostile files, kills and failing calls by the thousand; go on with STATE"
 	@echo "make lint       ruff: rules and format; which module may import which"
 	@echo "make types      mypy"
@@ -42,6 +43,14 @@ test: $(VENV)/.installed-test $(VENV)/.installed-model
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+# Another release of Accelerate than the installed one: the oldest that is supported is 1.6.0.
+ACCELERATE ?= 1.6.0
+
+test-accelerate: $(VENV)/.installed-test
+	$(PIP) install --no-deps --upgrade --target build/accelerate-$(ACCELERATE) accelerate==$(ACCELERATE)
+	PYTHONPATH=build/accelerate-$(ACCELERATE):$(PYTHONPATH) $(BIN)/pytest tests/conformance \
+		tests/test_members.py $(ARGS)
 
 test-gpu: $(VENV)/.installed-test $(VENV)/.installed-train
 	$(BIN)/pytest -m gpu $(ARGS)

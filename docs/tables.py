@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardwright.tools.inspect_ckpt import known_families
+from shardwright.train.accelerate.members import TABLES, WORKS
 from shardwright.train.config.cli import OPTIONS
 from shardwright.train.config.fields import ARCHITECTURE, ARGUMENTS, ELSEWHERE, FIELDS, FieldUse
 
@@ -74,9 +75,20 @@ def families() -> str:
     return _table(heads, (tuple(row[head] for head in heads) for row in known_families()))
 
 
+def members() -> str:
+    """Every public member of what scripts for Accelerate hold."""
+    rows = []
+    for of, groups in TABLES.items():
+        for row in sorted(groups, key=lambda row: (row.use != WORKS, bool(row.what))):
+            names = ", ".join(f"`{name}`" for name in row.names.split())
+            here = row.use if not row.what else f"{row.use}: {row.what}"
+            rows.append((of, names, here))
+    return _table(("of", "members", "here"), rows)
+
+
 def page(text: str) -> str:
     """A page with its tables as the code has them."""
-    for make in (fields, arguments, options, families):
+    for make in (members, fields, arguments, options, families):
         name = make.__name__
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if mark.search(text):

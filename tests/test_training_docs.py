@@ -45,7 +45,14 @@ def test_every_member_that_scripts_use_is_named() -> None:
     from shardwright.train.accelerate.model import PreparedModel
 
     inside = {"remember_loss", "evaluated", "clear_gradients", "whole_state", "restart", "tell"}
-    inside |= {"registered", "pending_batches", "active_loader"}
+    inside |= {
+        "registered",
+        "pending_batches",
+        "active_loader",
+        "watched",
+        "begin_pass",
+        "end_pass",
+    }
     inside |= {"skipping", "state", "restore", "start_after", "begin", "of"}
     for kind in (Accelerator, PreparedLoader, PreparedModel):
         public = {name for name in vars(kind) if not name.startswith("_")}

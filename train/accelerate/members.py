@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WORKS, DIFFERS, REFUSED = "works", "differs", "refused"
+Use = Literal["works", "differs", "refused"]
+WORKS: Use = "works"
+DIFFERS: Use = "differs"
+REFUSED: Use = "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class Members:
     """Members of one class that are alike."""
 
     names: str  # separated by spaces
-    use: Literal["works", "differs", "refused"]
+    use: Use
     what: str = ""  # how it differs, or why it is refused; for some also what it is
 
 

@@ -292,14 +292,14 @@ class Engine:
         total, share = self._total([batch], True)
         self._factor = share  # of what layers add to a loss
         # the fused kernel is faster, and leaves logits of half precision alone
-        collect = collect or not self.config.cross_entropy_loss_fusion
-        run = Run(self.options.per_token_loss, loss_function, collect, graph=True)
+        keep = collect or not self.config.cross_entropy_loss_fusion
+        run = Run(self.options.per_token_loss, loss_function, keep, graph=True, hands=collect)
         output, loss = forward_step(run, iter([batch]), self._one_chunk())
         found, _, report = loss(output)
         mean = self._agree([report], total, loss_function is not None)
-        if not total:  # nothing to predict here: the loss of the other ranks, without a gradient
-            return found * 0.0 + mean, run.logits
-        return _Scaled.apply(found / total, share * total, self._begin_direct()), run.logits
+        # without anything to predict here: the loss of the other ranks, and no gradient
+        own = found / total if total else found * 0.0 + mean
+        return _Scaled.apply(own, share * total, self._begin_direct()), run.logits
 
     def direct_logits(self, batch: MicroBatch) -> torch.Tensor:
         """[rows, s, vocab] of a micro-batch, with its graph, as ``direct`` gives a loss."""

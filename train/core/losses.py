@@ -41,6 +41,7 @@ class Run:
     loss_function: LossFunction | None
     collect: bool  # keep the logits
     graph: bool = False  # and their graph, for a backward pass of the caller's
+    hands: bool = True  # give them to the loss function
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -71,7 +72,7 @@ def _loss(run: Run, batch: Mapping[str, Any], output: torch.Tensor) -> Loss:
         run.logits.append(output if run.graph else output.detach())
     if run.collect and run.graph:
         losses = cross_entropy(output, batch["labels"])
-        given = (losses, output)  # type: ignore[assignment]
+        given = (losses, output) if run.hands else losses  # type: ignore[assignment]
     elif run.collect:
         entropy = import_megatron("tensor_parallel").vocab_parallel_cross_entropy
         labels = batch["labels"].transpose(0, 1).contiguous()

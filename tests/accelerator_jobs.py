@@ -538,6 +538,7 @@ def resume(case: Mapping[str, Any], source: str, epoch: int) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)  # whatever is not loaded will show
+    freeze(model, said.frozen)
     things = _prepared_like(said, accelerator, model)
     counter = Counter(99)
     accelerator.register_for_checkpointing(counter)

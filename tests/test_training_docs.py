@@ -31,7 +31,7 @@ def test_the_tables_are_those_of_the_code() -> None:
         text = (ROOT / "docs" / name).read_text()
         assert tables.page(text) == text, "run python docs/tables.py"
         found += re.findall("<!-- (?!end)(.*) -->", text)
-    assert sorted(found) == ["arguments", "families", "fields", "options"]
+    assert sorted(found) == ["arguments", "families", "fields", "members", "options"]
 
 
 def test_the_tree_is_that_of_the_code() -> None:

@@ -137,6 +137,10 @@ COMPUTED = {
 }
 COMPUTED |= {
     "dots1": Tiny("dots1", {**ROUTED, "norm_topk_prob": True}),
+    "granitemoe": Tiny(
+        "granitemoeshared",
+        {**TINY["granitemoe shared"].config, "attention_multiplier": 2**-0.5},
+    ),
     "qwen2_moe normed": Tiny("qwen2_moe", {**TINY["qwen2_moe"].config, "norm_topk_prob": True}),
 }
 

@@ -21,6 +21,7 @@ from test_experts import write
 from test_megatron_out import _same
 
 from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard, verify
+from shardwright.ckpt.formats.megatron.args import config_from_args
 from shardwright.ckpt.formats.megatron.classic.grid import Grid
 from shardwright.ckpt.reader import read_checkpoint
 
@@ -328,3 +329,19 @@ def test_the_state_of_experts_is_cut_over_their_own_data_parallel_ranks(
     assert [line for line in verify(source, out).differences if "state" not in line] == []
     reshard(out, tmp_path / "back", to="megatron", pp=2, dp=2, ep=2)
     assert [d for d in verify(source, tmp_path / "back").differences if "state" not in d] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"num_layers": 10**9}, "args say 1000000000 layers; the limit is 10000"),
+        ({"moe_layer_freq": [1, 0]}, "moe_layer_freq .* no list of 4 layers"),
+        ({"moe_layer_freq": "all"}, "moe_layer_freq"),
+        ({"multi_latent_attention": True, "kv_lora_rank": -3}, "kv_lora_rank -3, no whole number"),
+        ({"add_bias_linear": True, "add_qkv_bias": True}, "add_bias_linear"),
+    ],
+)
+def test_args_of_experts_that_cannot_be_are_refused_by_name(more, says, sources) -> None:
+    args = read_checkpoint(sources[f"{FP32}_torch"]).manifest.state["megatron"]["args"]
+    with pytest.raises(CheckpointError, match=says):
+        config_from_args({**args, **more}, "args.pt")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...checkpoint.config import MAX_LAYERS
 from ...containers import pickles
 from ...errors import CheckpointError
 from ...model.family import MTP, Model, is_mtp
 
 Args = Mapping[str, object]
 MOE = "moe"  # the kind of layers with experts
-SIGMOID = ("deepseek_v3", "glm4_moe", "dots1")  # families whose routers score with it
+# families whose routers score with a sigmoid
+SIGMOID = ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2", "llama4")
 # families that renormalise the chosen experts' scores whatever the config says
-_RENORMALISED = ("mixtral",)
+_RENORMALISED = ("mixtral", "granitemoe")
 # size of a model -> (what it is called in messages, arg)
 SIZES: Mapping[str, tuple[str, str]] = {
     "expert": ("experts", "num_experts"),
@@ -65,7 +67,7 @@ def says(args: Args) -> dict[str, tuple[str, object]]:
         if args.get("moe_router_topk") is not None:
             found["num_experts_per_tok"] = ("moe_router_topk", args["moe_router_topk"])
         layers = args.get("num_layers")
-        if type(layers) is int and 0 < layers <= 10_000:
+        if type(layers) is int and 0 < layers <= MAX_LAYERS:
             found[LAYERS] = ("moe_layer_freq", _pattern(args, layers, "args"))
     return found
 
@@ -73,6 +75,8 @@ def says(args: Args) -> dict[str, tuple[str, object]]:
 def _pattern(args: Args, layers: int, origin: str) -> list[int]:
     """1 for each layer with experts, 0 for each dense one."""
     said = args.get("moe_layer_freq", 1)
+    if layers > MAX_LAYERS:
+        raise CheckpointError(f"{origin}: args say {layers} layers; the limit is {MAX_LAYERS}")
     if type(said) is int and said > 0:
         return [int(i % said == 0) for i in range(layers)]
     if isinstance(said, list) and len(said) == layers and all(n in (0, 1) for n in said):

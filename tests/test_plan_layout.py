@@ -415,6 +415,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
          "16 would"),
         (["--guide", "--gpus", "8"], "leave one out"),
         (["--params", "7B", "--gpus", "8", "--plot", "x.pdf"], ".png or .svg"),
+        (["--params", "7B", "--gpus", "8", "--overwrite"], "no --output to replace"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_one_line(

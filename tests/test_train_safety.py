@@ -523,6 +523,39 @@ def test_options_that_belong_together_are_taken(place):
     assert found.optimizer.momentum == 0.9
 
 
+SETTINGS = {
+    "style": "linear", "lr": 1e-3, "min_lr": 0.0, "warmup_steps": 2, "decay_steps": 100,
+    "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "momentum": 0.9,
+}  # fmt: skip
+
+
+def _said_on_resume(saved):
+    """What a run with SETTINGS says of a checkpoint whose run had others."""
+
+    def parts(settings):
+        inside = ("style", "lr", "min_lr", "warmup_steps", "decay_steps")
+        schedule = {name: settings[name] for name in inside}
+        return schedule, [{k: v for k, v in settings.items() if k not in inside}]
+
+    schedule, groups = parts(SETTINGS)
+    state = {"schedule": {**schedule, "num_steps": 7}, "param_groups": groups}
+    said: list[str] = []
+    run = SimpleNamespace(state=lambda: state, say=said.append)
+    before, theirs = parts(json.loads(json.dumps(saved)))  # lists in place of tuples
+    trainer.Trainer._say_what_changed(run, before, theirs)
+    return said
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resume_says_which_settings_are_not_those_of_the_checkpoints_run(name):
+    assert _said_on_resume(SETTINGS) == []
+    other = [0.8, 0.99] if name == "betas" else "cosine" if name == "style" else 0.5
+    (line,) = _said_on_resume({**SETTINGS, name: other})
+    assert line == (
+        f"other settings than the checkpoint's run: {name} {SETTINGS[name]} instead of {other}"
+    )
+
+
 # --- advice ------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,8 @@ def command(argv: Sequence[str], prog: str = "plan-layout") -> int:
 
     if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
         raise TrainError(f"--plot {args.plot}: write .png or .svg")
+    if args.overwrite and not args.output:
+        raise TrainError("--overwrite: there is no --output to replace")
     if args.top < 1:
         raise TrainError(f"--top {args.top}: must be at least 1")
     if args.guide:

@@ -210,7 +210,7 @@ def _restore_random(ckpt: Checkpoint, held: RankState, seed: int, log: Log) -> b
 
         with safe_open(path, "pt") as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            rng.restore(tensors, opened.metadata())
+            rng.restore(tensors, opened.metadata(), stream=held.stream)
         return True
     rng.reseed(seed, ckpt.step or 0, held.rank)
     why = "another layout saved it" if ckpt.random_states else "the checkpoint holds none"

@@ -104,8 +104,10 @@ def capture(stream: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, st
     return tensors, meta | ({_USED: "yes"} if stream else {})
 
 
-def restore(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str]) -> None:
-    """Put back what ``capture`` gave."""
+def restore(
+    tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str], *, stream: bool = False
+) -> None:
+    """Put back what ``capture`` gave. ``stream``: the model's passes run in `model_stream`."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     version, gauss = json.loads(meta["python"])
@@ -122,7 +124,7 @@ def restore(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str]) -> Non
         kind, _, name = key.partition("/")
         if kind == "tracker":
             states[name] = _like(states.get(name), tensor)
-    if _USED not in meta and _STREAM in states:  # what the model drew from, it goes on with
+    if stream and _USED not in meta and _STREAM in states:  # continue what the model drew from
         default = tensors["device" if torch.cuda.is_available() else "torch"]
         states[_STREAM] = _like(states[_STREAM], default)
     tracker.set_states(states)

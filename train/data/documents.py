@@ -52,7 +52,8 @@ def _record_pieces(
     path: Path, data_key: str, count: Callable[[int], None], start: Position
 ) -> Iterator[Piece]:
     for text, after in _records(path, data_key, count, start):
-        yield from ((piece, None) for piece in _cut([text]))
+        for piece in _cut([text]) if len(text) > PIECE_CHARS else (text,):
+            yield piece, None
         yield None, after
 
 

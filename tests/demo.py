@@ -47,16 +47,16 @@ def make_checkpoint(folder: Path) -> None:
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
 
 
-def generate(folder: Path) -> str:
+def generate(folder: Path, tokens: int = 8) -> str:
     """What the model says after the prompt, greedily."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = model.generate(
-        **tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=8, do_sample=False
+    made = model.generate(
+        **tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=tokens, do_sample=False
     )
-    return str(tokenizer.decode(tokens[0]))
+    return str(tokenizer.decode(made[0]))
 
 
 def call(*words: str | Path) -> None:
@@ -141,6 +141,13 @@ def tensors_equal(a: Path, b: Path) -> int:
     return len(names)
 
 
+def files_equal(start: Path, merged: Path) -> None:
+    """Every other file of the start is there again, byte for byte; else SystemExit."""
+    for file in start.iterdir():
+        if file.suffix != ".safetensors" and not filecmp.cmp(file, merged / file.name, False):
+            raise SystemExit(f"{file} and {merged / file.name} differ")
+
+
 def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -151,8 +158,7 @@ def main() -> int:
         merged = journey(start)
         count = tensors_equal(start / "model.safetensors", merged / "model.safetensors")
         print(f"\nall {count} tensors are byte for byte what they were at the start")
-        same = [f.name for f in start.iterdir() if f.suffix != ".safetensors"]
-        assert all(filecmp.cmp(start / n, merged / n, shallow=False) for n in same)
+        files_equal(start, merged)
         before, after = generate(start), generate(merged)
         print(f"before: {before!r}\nafter:  {after!r}")
         if before != after:

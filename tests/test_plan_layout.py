@@ -350,10 +350,9 @@ def test_every_word_of_a_picture_is_inside_it_and_labels_are_apart(name: str) ->
     for text, box in boxes.items():
         inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
         assert inside, (text.get_text(), box)
-    for at, a in enumerate(words):
-        for b in words[at + 1 :]:
-            one, two = boxes[a].padded(-1), boxes[b].padded(-1)
-            assert not one.overlaps(two), (a.get_text(), b.get_text())
+    inner = [boxes[text].padded(-1) for text in words]
+    for a, b in itertools.combinations(range(len(words)), 2):
+        assert not inner[a].overlaps(inner[b]), (words[a].get_text(), words[b].get_text())
     units = {t.get_text() for t in words if "[" in t.get_text()}
     assert "memory of the fullest GPU [GiB]" in units
     assert ("time [forward passes of a whole stage]" in units) == (name != "no pipeline")

@@ -221,6 +221,7 @@ def train(argv: Sequence[str], stop_at: int | None = None) -> str:
 
     if stop_at is not None:
         _patch(loop.Trainer, "_asked_to_stop", lambda trainer: trainer.step >= stop_at)
+    _draw_nothing()
     try:
         loop.main(_config(argv))
         return ""
@@ -240,6 +241,7 @@ def train_command(argv: Sequence[str], fault: str | None = None) -> dict[str, An
 
     _patch(os, "_exit", leave)  # this process has more jobs to do
     _patch(train_ckpt, "time", argparse.Namespace(sleep=lambda seconds: None))  # nobody ends it
+    _draw_nothing()
     if fault is not None:
         FAULTS[fault]()
     said = io.StringIO()
@@ -253,6 +255,13 @@ def train_command(argv: Sequence[str], fault: str | None = None) -> dict[str, An
     _leave()
     print(said.getvalue(), flush=True)
     return {"code": code, "said": said.getvalue()}
+
+
+def _draw_nothing() -> None:
+    """A curve takes longer than a run of these does; those of real launches are looked at."""
+    from shardwright.train.run import metrics
+
+    _patch(metrics, "draw_curve", lambda folder: None)
 
 
 def train_poisoned(argv: Sequence[str], rank: int, after: int) -> str:

@@ -596,7 +596,7 @@ def test_of_two_runs_into_one_output_the_second_is_refused(more, output, forge, 
         reached(gate)
         if job.staging.exists():
             second = job.run(*more)
-            assert second["code"] == 1
+            assert second["code"] == 1, second
             assert "another run is writing it" in second["text"]
         gate.unlink()
         assert forge.wait(first)["code"] == 0

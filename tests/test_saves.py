@@ -31,7 +31,7 @@ def saved(folder: str) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from shardwright.ckpt.checkpoint.config import model_from
-    from shardwright.train.checkpoint import hf_output
+    from shardwright.train.checkpoint import hf_output, meeting
     from shardwright.train.checkpoint import original as originals
     from shardwright.train.checkpoint import save as save_module
     from shardwright.train.checkpoint.hf_weights import take
@@ -112,15 +112,20 @@ def saved(folder: str) -> dict[str, Any]:
     original.fill()
     if parallel.rank == 0:
         theirs.save_pretrained(place / "trained")
-    meetings = originals.Meetings(held)
-    meetings.meet("together")
-    originals.MEET_SECONDS = 0.3
-    alone = ""
-    if parallel.rank == 0:
+    meetings, alone = meeting.Meetings(held), []
+    for _ in range(3):
+        meetings.meet("together")
+    meeting.WAIT_SECONDS = 0.3
+    for goes_on in (False, True):
         try:
-            meetings.meet("unwrap_model(model)")
+            if parallel.rank == 0:
+                meetings.meet("unwrap_model")
+            elif goes_on:
+                meetings.announce("wait_for_everyone")
+            else:
+                meetings._notes.next()
         except TrainError as error:
-            alone = str(error)
+            alone.append(str(error))
 
     # the first stage is frozen
     _, frozen = held_of(trained=lambda name: "layers.1." in name or "final" in name)
@@ -225,8 +230,9 @@ def test_an_original_holds_no_weights_and_says_so_until_it_gets_the_trained_ones
 
 def test_a_call_of_one_rank_alone_ends_with_an_error(ran):
     first, second = ran[1]
-    assert "was not called on rank 1, within" in first["alone"]
-    assert second["alone"] == ""
+    assert "unwrap_model: was not called on rank 1 within" in first["alone"][0]
+    assert "while rank 1 is at wait_for_everyone" in first["alone"][1]
+    assert second["alone"] == []
 
 
 def test_a_process_that_ends_publishes_what_every_rank_has_written_without_a_collective(ran):

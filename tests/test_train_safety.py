@@ -195,7 +195,7 @@ def test_a_closed_terminal_asks_for_an_end_unless_nohup_said_otherwise():
 
 def _saver(**options: object) -> save.Saver:
     weight = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-    return save.Saver(SimpleNamespace(named={"w": weight}), **options)  # type: ignore[arg-type]
+    return save.Saver(SimpleNamespace(named={"w": weight}, control=None), **options)  # type: ignore[arg-type]
 
 
 def _prune(saver: save.Saver, newest: Path) -> None:

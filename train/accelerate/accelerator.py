@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,7 @@ class Accelerator(accelerate.Accelerator):
     def wait_for_everyone(self) -> None:
         """A barrier of all ranks; also publishes a save that is still being written."""
         if self._saving is not None:
+            self._saving.meetings.announce("wait_for_everyone")
             self._saving.wait()
         super().wait_for_everyone()
 
@@ -239,6 +240,7 @@ class Accelerator(accelerate.Accelerator):
             self._wrap(optimizer)
         # in train mode whatever the original's is, as Accelerate's Megatron engine
         model = PreparedModel(self, built, original)
+        self._saving.let_go()  # the engine holds the weights
         self._models.append(model)
         return model
 
@@ -481,7 +483,7 @@ class Accelerator(accelerate.Accelerator):
         if self._own_schedule is not None and not result.skipped:
             self._own_schedule.step()
         if self._saving is not None:
-            self._saving.poll()
+            self._saving.stepped()
 
     # --- models and checkpoints ------------------------------------------------------------------
 
@@ -537,9 +539,12 @@ class Accelerator(accelerate.Accelerator):
     def unwrap_model(
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The transformers model that was prepared; any other as Accelerate unwraps it."""
+        """The transformers model that was prepared, with the trained weights until the next step.
+
+        Every rank calls it. Any other model is unwrapped as Accelerate does it.
+        """
         if isinstance(model, PreparedModel):
-            return self.saving.unwrapped(model)
+            return self.saving.unwrapped()
         return super().unwrap_model(model, keep_fp32_wrapper)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
@@ -563,22 +568,37 @@ class Accelerator(accelerate.Accelerator):
     ) -> str:
         """Start writing a native checkpoint; training goes on while it is written.
 
-        It is published at a later step, at ``wait_for_everyone``, ``load_state``,
-        ``end_training``, or when the script ends.
+        Its files are added to the folder, which is there on return. They come at a later step, at
+        ``wait_for_everyone``, ``load_state``, ``end_training``, or when the script ends, however it
+        does. Without a folder it is numbered by the project configuration.
         """
         if unknown:
             raise TrainError(f"save_state: unknown arguments {', '.join(unknown)}")
-        if output_dir is None:
-            raise TrainError("save_state: give it a folder")
-        return str(self.saving.save(Path(output_dir), safe_serialization))
+        return str(self.saving.save(output_dir, safe_serialization))
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **unknown: Any) -> None:
-        """Load any readable checkpoint, whatever layout or format: each rank its own share."""
+        """Load any readable checkpoint, whatever layout or format: each rank its own share.
+
+        Without a folder it is the newest that the project configuration numbered.
+        """
         if unknown:
             raise TrainError(f"load_state: unknown arguments {', '.join(unknown)}")
-        if input_dir is None:
-            raise TrainError("load_state: give it a folder")
-        self.saving.load(Path(input_dir))
+        self.saving.load(input_dir)
+
+    @property
+    def models(self) -> list[Any]:
+        """Prepared models, as hooks of saving and loading get them."""
+        return list(self._models)
+
+    @property
+    def save_hooks(self) -> Sequence[Callable[..., None]]:
+        """What was registered by ``register_save_state_pre_hook``."""
+        return list(self._save_model_state_pre_hook.values())
+
+    @property
+    def load_hooks(self) -> Sequence[Callable[..., None]]:
+        """What was registered by ``register_load_state_pre_hook``."""
+        return list(self._load_model_state_pre_hook.values())
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader whose first epoch begins after ``num_batches``."""
@@ -601,11 +621,11 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def _at_exit(self) -> None:
-        """A save that a script did not wait for is published while the ranks are still there."""
+        """A save that a script did not wait for is published, without the help of other ranks."""
+        if self._saving is not None:
+            self._saving.end()
         if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
             return  # an error ends the script: other ranks may be gone or elsewhere
-        if self._saving is not None:
-            self._saving.wait()
         if state.current() is not None:
             shutdown()
 

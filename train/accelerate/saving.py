@@ -20,10 +20,19 @@ import torch.distributed as dist
 
 from shardwright.ckpt.formats.side_files import side_files
 from shardwright.ckpt.model.manifest import SideFile
+from shardwright.ckpt.move.progress import parse_bytes
+from shardwright.ckpt.move.storage import storage_path
+from shardwright.ckpt.reader import finish_save, is_checkpoint
 
+from ..checkpoint import ending, registered
 from ..checkpoint import hf_weights as weights
+from ..checkpoint.hf_output import save_model
 from ..checkpoint.load import Loaded, load
+from ..checkpoint.meeting import Meetings
+from ..checkpoint.original import Original
 from ..checkpoint.rank_state import RankState
+from ..checkpoint.retention import Numbered
+from ..checkpoint.save import NUMBERED as SAVED
 from ..checkpoint.save import Saver, SaveWait
 from ..config.schema import TrainConfig
 from ..core.engine import Engine
@@ -31,11 +40,11 @@ from ..core.process import Parallel
 from ..doctor import measured
 from ..errors import TrainError
 from .loader import PreparedLoader
-from .model import PreparedModel
 from .optimizer import PreparedOptimizer
 from .schedulers import PreparedScheduler, plain
 
 CUSTOM = "custom_checkpoint_{}.pt"
+NUMBERED = "checkpoint_"  # what Accelerate calls the checkpoints that it numbers
 
 
 class Script(Protocol):
@@ -48,6 +57,21 @@ class Script(Protocol):
 
     @property
     def is_main_process(self) -> bool: ...
+
+    @property
+    def project_configuration(self) -> Any: ...
+
+    @property
+    def project_dir(self) -> str | None: ...
+
+    @property
+    def models(self) -> list[Any]: ...
+
+    @property
+    def save_hooks(self) -> Sequence[Callable[..., None]]: ...
+
+    @property
+    def load_hooks(self) -> Sequence[Callable[..., None]]: ...
 
     @property
     def optimizer(self) -> PreparedOptimizer | None: ...
@@ -76,10 +100,12 @@ class Saving:
     """Checkpoints of one prepared model."""
 
     def __init__(self, script: Script, engine: Engine, held: RankState, original: Any) -> None:
-        self.script, self.engine, self.held, self.original = script, engine, held, original
+        self.script, self.engine, self.held = script, engine, held
+        self.original = Original(original, held)
+        self.meetings = Meetings(held)
         self.saver = Saver(
             held, log=script.tell, weights_only=not script.settings.saving.save_optimizer,
-            on_wait=self._say_wait,
+            on_wait=self._say_wait, numbered=NUMBERED if self._folder() else SAVED, pointer=None,
         )  # fmt: skip
         self._keep: Path | None = None  # registered objects of the save under way
 
@@ -91,20 +117,31 @@ class Saving:
         """Publish what is being written; every rank calls it."""
         self.saver.wait()
 
-    def poll(self) -> None:
-        """The same, if it is written."""
+    def end(self) -> None:
+        """The script ends: no other rank can be counted on."""
+        self.meetings.announce("the end of the script")
+        ending.finish()
+
+    def stepped(self) -> None:
+        """After an optimizer step: publish what is written, and let go of what is old."""
         self.saver.poll()
+        self.let_go()
 
-    def unwrapped(self, model: Any) -> Any:
-        """The transformers model that was prepared.
+    def let_go(self) -> None:
+        """The weights of the script's model are those of an earlier step."""
+        if self.original.filled:
+            self.original.release()
 
-        Its own weights are those from before training: pass
-        ``state_dict=accelerator.get_state_dict(model)`` to ``save_pretrained``.
-        """
-        return model.original if isinstance(model, PreparedModel) else model
+    def unwrapped(self) -> Any:
+        """The transformers model with the trained weights, until the next step."""
+        if not self.original.filled:
+            self.meetings.meet("unwrap_model")
+            self.original.fill()
+        return self.original.module
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model under transformers' names, on the CPU of every rank."""
+        self.meetings.meet("get_state_dict")
         found = weights.collect(self.held)
         if "tie_word_embeddings" in self.held.model.flags:
             for name, tied in self.held.model.family.tied_names.items():
@@ -113,57 +150,95 @@ class Saving:
 
     def model(self, folder: Path, max_shard_size: int | str, safe_serialization: bool) -> None:
         """A Hugging Face checkpoint, streamed: no rank holds the whole model."""
-        from shardwright.ckpt import merge
-        from shardwright.ckpt.jobs import RunOptions
-        from shardwright.ckpt.move.progress import parse_bytes
-
-        target = folder.absolute()
+        self.meetings.meet("save_model")
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-        place = target.parent / f".{target.name}.shards"
-        saver = Saver(self.held, weights_only=True, reserve=False)
-        saver.save(place / "model", self.script.updates, {}, self._sides())
-        saver.wait()
+        save_model(
+            self.held, folder.absolute(), self.script.updates, self._sides(),
+            max_shard_bytes=limit, safe=safe_serialization, log=self.script.tell,
+        )  # fmt: skip
 
-        def join() -> None:
-            try:
-                merge(
-                    place / "model", target, max_shard_size=limit,
-                    safe_serialization=safe_serialization, run=RunOptions(overwrite=True),
-                )  # fmt: skip
-            finally:
-                shutil.rmtree(place, ignore_errors=True)
+    def save(self, folder: Any, safe_serialization: bool) -> Path:
+        """Start writing a native checkpoint; training goes on while it is written.
 
-        self._on_main(join)
-
-    def _on_main(self, action: Callable[[], None]) -> None:
-        """Let the main process act while the others wait; its error is everyone's."""
-        fault = [""]
-        if self.script.is_main_process:
-            try:
-                action()
-            except (OSError, ValueError) as error:
-                fault = [str(error)]
-        dist.broadcast_object_list(fault, 0, group=self.held.control)
-        if fault[0]:
-            raise TrainError(fault[0])
-
-    def save(self, folder: Path, safe_serialization: bool) -> Path:
-        """Start writing a native checkpoint; training goes on while it is written."""
-        if not safe_serialization:
-            raise TrainError(
-                "save_state: safe_serialization=False; the trainer writes safetensors, and "
-                "reshard --no-safe-serialization makes .bin files of them"
-            )
+        The folder is there on return. ``folder`` may be None where Accelerate numbers them.
+        """
+        self.meetings.meet("save_state")
         self.saver.wait()
         if pending := self.script.pending_batches:
             self.script.tell(
                 f"save_state: after {pending} of {self.script.settings.batch.accumulation} "
                 "batches of a step; their gradients are not saved, and they are to be seen again"
             )
-        final = folder.absolute()
-        state, sides = self._state(), [*self._sides(), *self._registered()]
-        self.saver.save(final, self.script.updates, state, sides)
+        final = self._place(folder)
+        if self.script.save_hooks:
+            self._agree_on(lambda: final.mkdir(parents=True, exist_ok=True))
+            for hook in self.script.save_hooks:
+                hook(self.script.models, [self.state_dict()], str(final))
+        self.saver.keep_last = self._numbering().total_limit if self._folder() else None
+        state, sides = self._state(), self._agree_on(self._beside)
+        self.saver.save(
+            final, self.script.updates, state, sides, safe=safe_serialization, into=True
+        )
+        self._numbering().iteration += 1
         return final
+
+    def _numbering(self) -> Any:
+        return self.script.project_configuration
+
+    def _folder(self) -> Path | None:
+        """Where Accelerate numbers checkpoints; None where it does not."""
+        if not self._numbering().automatic_checkpoint_naming:
+            return None
+        return Path(self.script.project_dir or ".").absolute() / "checkpoints"
+
+    def _place(self, folder: Any) -> Path:
+        """Where to save: with Accelerate's numbering it decides, as there."""
+        numbered = self._folder()
+        if numbered is None:
+            if folder is None:
+                raise TrainError(
+                    "save_state: give it a folder, or ProjectConfiguration("
+                    "automatic_checkpoint_naming=True)"
+                )
+            return Path(folder).expanduser().absolute()
+        final = Numbered(numbered, NUMBERED).path(self._numbering().iteration)
+        if self._agree_on(lambda: final.is_dir() and _shown(final)):
+            raise TrainError(
+                f"save_state: {final} is there; set project_configuration.iteration to a number "
+                "that is free"
+            )
+        return final
+
+    def _newest(self) -> Path:
+        """The last complete checkpoint of Accelerate's numbering."""
+        numbered = self._folder()
+        if numbered is None:
+            raise TrainError("load_state: give it a folder; checkpoints are not numbered here")
+        places = Numbered(numbered, NUMBERED)
+
+        def last() -> int | None:
+            found = reversed(places.found().items())
+            return next((number for number, path in found if _is_whole(path)), None)
+
+        number = self._agree_on(last)
+        if number is None:
+            raise TrainError(f"load_state: no checkpoint in {numbered}")
+        now = self._numbering()
+        now.iteration = max(now.iteration, number + 1)
+        return places.path(number)
+
+    def _agree_on(self, value: Callable[[], Any]) -> Any:
+        """What the main process says, on every rank; its error is everyone's."""
+        box: list[Any] = [None, ""]
+        if self.script.is_main_process:
+            try:
+                box = [value(), ""]
+            except (OSError, ValueError) as error:
+                box = [None, str(error)]
+        dist.broadcast_object_list(box, 0, group=self.held.control)
+        if box[1]:
+            raise TrainError(box[1])
+        return box[0]
 
     def _state(self) -> dict[str, object]:
         script, engine = self.script, self.engine
@@ -186,21 +261,25 @@ class Saving:
             },
         }
 
+    def _beside(self) -> list[SideFile]:
+        """All files that rank 0 writes beside the ranks'."""
+        return [*self._sides(), *self._registered()]
+
     def _sides(self) -> list[SideFile]:
         """Config, tokenizer and the like, which rank 0 writes."""
         if not self.script.is_main_process:
             return []
-        source = getattr(self.original, "name_or_path", "")
+        source = getattr(self.original.module, "name_or_path", "")
         own = list(side_files(Path(source))) if source and Path(source).is_dir() else []
         found = {side.name: side for side in own}
-        config = copy.deepcopy(self.original.config)
-        config.architectures = [type(self.original).__name__]
+        config = copy.deepcopy(self.original.module.config)
+        config.architectures = [type(self.original.module).__name__]
         dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # transformers before 4.56
         setattr(config, dtype, next(iter(self.engine.named.values())).dtype)
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            if getattr(self.original, "generation_config", None) is not None:
-                self.original.generation_config.save_pretrained(folder)
+            if getattr(self.original.module, "generation_config", None) is not None:
+                self.original.module.generation_config.save_pretrained(folder)
             for path in Path(folder).iterdir():
                 if path.name == "config.json" or path.name not in found:
                     found[path.name] = SideFile(path.name, text=path.read_text())
@@ -214,18 +293,26 @@ class Saving:
             self._keep = Path(tempfile.mkdtemp(prefix="shardwright-"))
             atexit.register(shutil.rmtree, self._keep, ignore_errors=True)
         names = [CUSTOM.format(i) for i in range(len(self.script.registered))]
-        for name, thing in zip(names, self.script.registered, strict=True):
-            torch.save(thing.state_dict(), self._keep / name)
+        for i, (name, thing) in enumerate(zip(names, self.script.registered, strict=True)):
+            registered.write(self._keep / name, thing.state_dict(), f"registered object {i}")
         return [SideFile(name, str(self._keep / name)) for name in names]
 
-    def load(self, folder: Path) -> None:
-        """Load any readable checkpoint, whatever layout or format: each rank its own share."""
+    def load(self, folder: Any) -> None:
+        """Load any readable checkpoint, whatever layout or format: each rank its own share.
+
+        ``folder`` may be None where Accelerate numbers checkpoints: the newest.
+        """
         script = self.script
+        self.meetings.meet("load_state")
         self.wait()
+        place = self._newest() if folder is None else Path(folder).expanduser()
+        for hook in script.load_hooks:
+            hook(script.models, str(place))
         found = load(
-            folder, self.held, weights_only=not script.settings.saving.load_optimizer,
+            place, self.held, weights_only=not script.settings.saving.load_optimizer,
             seed=script.seed, verify_source=script.settings.saving.verify_source, log=script.tell,
         )  # fmt: skip
+        self.let_go()
         script.restart(found.step)
         self._restore_groups(found)
         self._restore_schedules(found)
@@ -303,4 +390,14 @@ class Saving:
         if lacking:
             raise TrainError(f"{folder}: has no {', '.join(lacking)} for a registered object")
         for path, thing in zip(paths, self.script.registered, strict=True):
-            thing.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            thing.load_state_dict(registered.read(Path(path)))
+
+
+def _is_whole(folder: Path) -> bool:
+    finish_save(storage_path(folder))
+    return is_checkpoint(folder)
+
+
+def _shown(folder: Path) -> bool:
+    """Whether a folder holds more than what a killed run left."""
+    return any(not child.name.startswith(".") for child in folder.iterdir())

@@ -21,6 +21,7 @@ from ..errors import TrainError
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _under_way: list[Callable[[], None]] = []
 _watch: _Watch | None = None
+_lost = False  # something could not be finished
 
 
 def begin(finish: Callable[[], None]) -> None:
@@ -43,22 +44,22 @@ def over(finish: Callable[[], None]) -> None:
         _watch = None
 
 
-def finish() -> bool:
-    """Finish what is under way, and say what is lost; False if anything is."""
-    done = True
+def finish() -> None:
+    """Finish what is under way, and say what is lost."""
+    global _lost
     for one in tuple(_under_way):
         _under_way.remove(one)
         try:
             one()
         except TrainError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            done = False
-    return done
+            _lost = True
 
 
 @atexit.register
 def _at_exit() -> None:
-    if not finish():
+    finish()
+    if _lost:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(1)  # no other way to set the exit code now

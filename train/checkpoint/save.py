@@ -105,7 +105,7 @@ class Saver:
         self._last_save = time.monotonic()
         self._pending: _Pending | None = None
         self._publishing = threading.Lock()  # a thread may end the save while the script goes on
-        self._notes = Notes("save")
+        self._notes = Notes("save", held.control)
 
     def save(
         self,

@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import Counter
 
 import torch.distributed as dist
 
+KEPT = 64  # occasions whose notes stay: no rank is further behind
 _LOOK_SECONDS = 0.02
-_counts: Counter[str] = Counter()  # occasions so far, by subject: the same on every rank
+_made = itertools.count()  # in this process
 
 
 class Notes:
-    """Notes on one subject; every rank makes the same ones in the same order."""
+    """Notes on one subject; all ranks of ``group`` make them together, and number them alike."""
 
-    def __init__(self, subject: str) -> None:
-        self.subject = f"{subject}.{_counts[subject]}"
-        _counts[subject] += 1
+    def __init__(self, subject: str, group: dist.ProcessGroup | None) -> None:
+        box = [f"{subject}.{next(_made)}"]
+        if dist.is_initialized():  # a process may have been of other worlds, with other notes
+            dist.broadcast_object_list(box, 0, group=group)
+        self.subject = box[0]
         self._numbers = itertools.count()
         self._own: dict[int, str] = {}  # where there is no world: this process's
 
@@ -36,6 +38,7 @@ class Notes:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 _store().set(self._key(number, rank), text)
+                _store().delete_key(self._key(number - KEPT, rank))
 
     def read(self, number: int, world: int, seconds: float) -> list[str | None]:
         """The note of each rank; None for one that has left none when ``seconds`` are over."""
@@ -51,21 +54,17 @@ class Notes:
                 return found
             time.sleep(_LOOK_SECONDS)
 
-    def absent(self, rank: int, world: int, seconds: float) -> list[int]:
-        """Meet all ranks on a new occasion: those that did not come before ``seconds`` are over."""
-        number = self.next()
-        if not dist.is_initialized():
-            return []
-        self.leave(number, rank, "")
-        stop = time.monotonic() + seconds
-        count = self._key(number, -1)
-        come = _store().add(count, 1)
-        while come < world and time.monotonic() < stop:
-            time.sleep(_LOOK_SECONDS)
-            come = _store().add(count, 0)
-        if come >= world:
-            return []
-        return [rank for rank, note in enumerate(self.read(number, world, 0)) if note is None]
+    def count(self, number: int, what: str, *, add: int = 0) -> int:
+        """A count that every rank may add to; 0 where the store is gone."""
+        try:
+            return int(_store().add(f"{self._key(number, 0)}/{what}", add))
+        except RuntimeError:
+            return 0
+
+    def forget(self, number: int, what: str) -> None:
+        """Remove a count."""
+        with contextlib.suppress(RuntimeError):
+            _store().delete_key(f"{self._key(number, 0)}/{what}")
 
     def _look(self, number: int, rank: int) -> str | None:
         key = self._key(number, rank)

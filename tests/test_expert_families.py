@@ -160,6 +160,16 @@ def test_scores_that_megatron_core_normalises_are_refused_where_the_model_does_n
         reshard(tmp_path / "hf", tmp_path / "out", to="megatron", run=QUIET)
 
 
+def test_groups_of_experts_that_megatron_core_scores_otherwise_are_refused(tmp_path):
+    grouped = {"n_group": 2, "topk_group": 2}
+    for name, each in (("two", 4), ("one", 2)):
+        tiny = Tiny("glm4_moe", {**ROUTED, **grouped, "num_experts_per_tok": each})
+        tiny.save(tmp_path / name)
+    reshard(tmp_path / "two", tmp_path / "out", to="megatron", run=QUIET)
+    with pytest.raises(CheckpointError, match=r"scored by their best 2 \(megatron-core: by 1\)"):
+        reshard(tmp_path / "one", tmp_path / "other", to="megatron", run=QUIET)
+
+
 # --- roles ---------------------------------------------------------------------------------------
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -167,7 +167,7 @@ def cannot_say(model: Model, args: Mapping[str, object], origin: str) -> list[st
         for what in ("rope scaling", "attention window", "layers without positions")
         if what not in said and wanted.get(what) is not None
     ]
-    return rows + _tensors_unsaid(model, args)
+    return rows + expert_args.cannot_say(model) + _tensors_unsaid(model, args)
 
 
 def _scores_unsaid(wanted: Settings, head: int) -> list[str]:

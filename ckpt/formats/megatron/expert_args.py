@@ -282,6 +282,22 @@ def args_of(model: Model) -> dict[str, object]:
     return found
 
 
+def cannot_say(model: Model) -> list[str]:
+    """What megatron-core computes otherwise: it scores a group of experts by as many of its best as
+    are chosen from each group, transformers always by two.
+    """
+    config = model.config
+    groups, chosen, best = (
+        config.get(key) for key in ("n_group", "topk_group", "num_experts_per_tok")
+    )
+    if type(groups) is not int or groups < 2 or type(chosen) is not int or type(best) is not int:
+        return []
+    each = best // chosen if chosen > 0 else 0
+    if each == 2:
+        return []
+    return [f"groups of experts scored by their best 2 (megatron-core: by {each})"]
+
+
 def mtp_layers(model: Model) -> int:
     """How many layers predict further tokens."""
     return model.sizes.get(MTP, 0) if any(map(is_mtp, model.rules())) else 0

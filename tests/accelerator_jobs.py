@@ -746,6 +746,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def orders() -> dict[str, Any]:
     """The rows that loaders of every kind give this rank, on two data-parallel ranks."""
+    dummy = _dummy_rates()
     case = Case(plugin={"num_micro_batches": 2}, accumulate=4, rows=30)
     accelerator = made(case)
     model, _, loader, _ = prepared(case, accelerator)
@@ -765,7 +766,7 @@ def orders() -> dict[str, Any]:
             rows, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)
         ),
     }  # fmt: skip
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"dummy": dummy}
     made_loaders = dict(zip(loaders, accelerator.prepare(*loaders.values()), strict=True))
     for name, one in made_loaders.items():
         found[name] = [(b["row"].tolist(), b["labels"][:, -1].tolist()) for b in one]
@@ -787,6 +788,25 @@ def orders() -> dict[str, Any]:
             found["synchronized"].append(accelerator.sync_gradients)
         assert len(list(made_loaders["workers"])) == len(made_loaders["workers"])
     return found
+
+
+def _dummy_rates() -> list[float]:
+    """The learning rate before each step, by a dummy scheduler of twelve steps, four of warm-up."""
+    from accelerate.utils import MegatronLMDummyScheduler
+
+    case = Case(rows=24)
+    accelerator = made(case)
+    model = make_model("gpt2")
+    optimizer = make_optimizer(model, "adamw")
+    loader = torch.utils.data.DataLoader(make_rows(24), batch_size=2)
+    dummy = MegatronLMDummyScheduler(optimizer, total_num_steps=12, warmup_num_steps=4)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, dummy)
+    rates = []
+    for batch in loader:
+        rates.append(optimizer.param_groups[0]["lr"])
+        one_batch(case, accelerator, model, optimizer, schedule, batch)
+    _leave(accelerator)
+    return rates
 
 
 def _third_of_torch(rows, replica: int) -> list[list[int]]:

@@ -470,6 +470,12 @@ def test_loaders_of_every_kind_give_each_rank_its_rows(ran: dict[str, Any]) -> N
             assert sorted(found[:10]) == list(range(10))
 
 
+def test_a_dummy_schedulers_steps_are_divided_by_the_replicas(ran: dict[str, Any]) -> None:
+    """Twelve steps of two replicas are six of the optimizer, and two of them warm-up."""
+    for rank in ran["orders"]:
+        assert rank["dummy"] == pytest.approx([LR * x for x in (0, 1 / 2, 1, 3 / 4, 1 / 2, 1 / 4)])
+
+
 def test_an_epoch_that_is_broken_off_does_not_come_again(ran: dict[str, Any]) -> None:
     found = ran["orders"][0]
     assert found["third"] != [rows for rows, _ in found["generator"]]

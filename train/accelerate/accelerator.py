@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import inspect
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, MegatronLMDummyDataLoader
 
 from ..config import from_plugin as config_plugin
 from ..config.schema import TrainConfig
@@ -30,6 +29,7 @@ from ..core.engine import Engine, StepResult
 from ..core.process import Parallel, shutdown
 from ..errors import TrainError
 from . import build, param_groups, state
+from .arguments import accumulation, arguments_of, check_engines, is_true
 from .loader import PreparedLoader, Share
 from .model import PreparedModel
 from .optimizer import PreparedOptimizer
@@ -40,21 +40,13 @@ from .saving import Saving
 from .schedulers import Annealing, MegatronLMDummyScheduler, PreparedScheduler
 from .step_log import StepLog
 
-_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-_OTHER_ENGINES = (
-    "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin", "parallelism_config"
-)  # fmt: skip
-_OTHER_FLAGS = (
-    "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
-)  # fmt: skip
-
 
 class Accelerator(accelerate.Accelerator):
     """One process of a tp x pp x dp world."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _arguments(args, kwargs)
-        _check_engines(given)
+        given = arguments_of(args, kwargs)
+        check_engines(given)
         plugin, world = given.pop("megatron_lm_plugin", None), state.current()
         first = world is None
         if world is not None and plugin is None:
@@ -62,7 +54,7 @@ class Accelerator(accelerate.Accelerator):
         self.plugin = translated(plugin)
         self._precision = given.get("mixed_precision")
         self.micro_batch_size = 0
-        self._accumulation = _accumulation(given)
+        self._accumulation = accumulation(given)
         self.settings: TrainConfig = self._settings()
         if world is None:
             world = self._join(given, plugin)
@@ -89,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
     def _join(self, given: dict[str, Any], plugin: Any) -> state.World:
         """This process becomes a rank; on CPU where the script or the launcher says so."""
         launch = self.settings.launch
-        asked = _is_true(os.environ.get("ACCELERATE_USE_CPU", ""))
+        asked = is_true(os.environ.get("ACCELERATE_USE_CPU", ""))
         if given.get("cpu") or launch.use_cpu or asked:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         timeout_s = 60.0 * launch.timeout_minutes
@@ -630,22 +622,6 @@ class Accelerator(accelerate.Accelerator):
             shutdown()
 
 
-def _arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments by name."""
-    found = inspect.signature(accelerate.Accelerator.__init__).bind(None, *args, **kwargs)
-    return {name: value for name, value in found.arguments.items() if name != "self"}
-
-
-def _check_engines(given: dict[str, Any]) -> None:
-    """TrainError where another engine is asked for; torch's compiler is left out."""
-    asked = [name for name in _OTHER_ENGINES if given.pop(name, None) is not None]
-    asked += [name for name in _OTHER_FLAGS if _is_true(os.environ.get(name, ""))]
-    if asked:
-        raise TrainError(f"{', '.join(asked)}: another engine is asked for; leave it out")
-    given.pop("dynamo_backend", None)
-    given.pop("dynamo_plugin", None)
-
-
 def _kind(thing: Any) -> str:
     if isinstance(thing, (PreparedModel, PreparedOptimizer, PreparedScheduler)):
         return "prepared"
@@ -659,19 +635,9 @@ def _kind(thing: Any) -> str:
         return "loader"
     if isinstance(thing, (MegatronLMDummyScheduler, torch.optim.lr_scheduler.LRScheduler)):
         return "scheduler"
+    if isinstance(thing, MegatronLMDummyDataLoader):
+        raise TrainError(
+            "prepare: MegatronLMDummyDataLoader is not read here yet; give it a DataLoader over "
+            "your data set (megatron-core's GPTDataset is one), or use train-ckpt"
+        )
     return "stranger"
-
-
-def _accumulation(given: dict[str, Any]) -> int:
-    """Accumulation steps as Accelerate finds them: the plugin's, the environment's, or given."""
-    plugin = given.get("gradient_accumulation_plugin")
-    if plugin is not None:
-        return int(plugin.num_steps)
-    value = os.environ.get(_STEPS, given.get("gradient_accumulation_steps") or 1)
-    if not str(value).isdigit() or int(value) < 1:
-        raise TrainError(f"gradient_accumulation_steps {value!r}: must be a number of at least 1")
-    return int(value)
-
-
-def _is_true(text: str) -> bool:
-    return text.strip().lower() in ("1", "true", "yes", "y", "on", "t")

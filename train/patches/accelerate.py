@@ -122,14 +122,28 @@ def _replace_methods(state: Any, adapter: Any) -> None:
     def log_once(self: Any, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         if _ranks is None or _ranks.is_leader:
             return log(self, level, msg, *args, **kwargs)
-        if kwargs.get("in_order") and self.isEnabledFor(level):
-            for _ in _ranks.leaders:  # those that say it wait for each other
-                wait(_ranks)
-        return None
+        loud, self.logger = self.logger, _Silent(self.logger)
+        try:
+            return log(self, level, msg, *args, **kwargs)  # it may wait for the others
+        finally:
+            self.logger = loud
 
     replace("accelerate.state", "PartialState.wait_for_everyone", wait_here)
     replace("accelerate.state", "PartialState.on_process", on_one)
     replace("accelerate.logging", "MultiProcessAdapter.log", log_once)
+
+
+class _Silent:
+    """A logger that says nothing."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def log(self, *args: object, **kwargs: object) -> None:
+        """Nothing."""
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

@@ -110,8 +110,7 @@ def attach(
         assert found is not None
         index = found
     engine.attach_optimizer(options, groups.param_groups(optimizer, index, engine.named, options))
-    built.held.optimizer = engine.view
-    _fill(original, built.held)  # masters get every bit
+    built.held.optimizer = engine.view  # masters are the weights that the model has by now
     engine.zero_grad()
 
 

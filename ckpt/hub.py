@@ -6,13 +6,14 @@ bars. It is imported only for a name that is no local path.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from .errors import CheckpointError, install
+from .move.storage import StoragePath, Where, storage_path
 
 # meta-llama/Llama-3.2-1B, gpt2, org/name@revision
 _WORD = r"[A-Za-z0-9][\w.-]{0,95}"
@@ -51,7 +52,7 @@ class HubName:
         )
 
 
-def local_path(text: str, *, download: bool = False) -> Path:
+def local_path(text: str, *, download: bool = False) -> StoragePath:
     """Where the files of a hub's model lie, a path that does not exist being taken as its name.
 
     Without ``download`` only the cache is looked at. CheckpointError says what to type.
@@ -62,9 +63,9 @@ def local_path(text: str, *, download: bool = False) -> Path:
     return _fetched(name) if download else _cached(name)
 
 
-def model_path(text: str) -> Path:
+def model_path(text: str) -> StoragePath:
     """A local path, or the snapshot of a hub's model that is in the cache."""
-    path = Path(text).expanduser()
+    path = storage_path(os.path.expanduser(text))
     if path.exists() or HubName.of(text) is None:
         return path
     return local_path(text)
@@ -76,7 +77,7 @@ def _has_library() -> bool:
     return find_spec("huggingface_hub") is not None
 
 
-def _cached(name: HubName) -> Path:
+def _cached(name: HubName) -> StoragePath:
     """The snapshot in the cache."""
     absent = (
         f"{str(name)!r}: there is no such file or folder; if it is a model of the Hugging Face "
@@ -90,7 +91,7 @@ def _cached(name: HubName) -> Path:
     for kept, others in ((_SAFE, _BIN), (_BIN, _SAFE)):
         try:
             with _told(name):
-                found = Path(snapshot_download(
+                found = storage_path(snapshot_download(
                     name.repo, revision=name.revision, local_files_only=True,
                     ignore_patterns=[*_OTHERS, *others],
                 ))  # fmt: skip
@@ -98,7 +99,7 @@ def _cached(name: HubName) -> Path:
             if type(error) is not errors.LocalEntryNotFoundError:
                 partial = "the cache holds a part of it only; "
             continue
-        if any(next(found.glob(pattern), None) is not None for pattern in kept):
+        if any(found.glob(pattern) for pattern in kept):
             return found
     if partial:
         raise CheckpointError(
@@ -107,7 +108,7 @@ def _cached(name: HubName) -> Path:
     raise CheckpointError(absent)
 
 
-def _fetched(name: HubName) -> Path:
+def _fetched(name: HubName) -> StoragePath:
     """The snapshot, fetched where the cache lacks a part of it."""
     if not _has_library():
         raise CheckpointError(f"--download: {install('huggingface_hub')}")
@@ -124,7 +125,7 @@ def _fetched(name: HubName) -> Path:
         safe = any(file.endswith(".safetensors") for file in files)
         others = [*_OTHERS, *(_BIN if safe else ())]
         try:
-            return Path(
+            return storage_path(
                 snapshot_download(name.repo, revision=name.revision, ignore_patterns=others)
             )
         except errors.LocalEntryNotFoundError as error:
@@ -185,7 +186,7 @@ def check_push(repo: str) -> None:
         raise CheckpointError("--push-to-hub: there is no token; log in with: hf auth login")
 
 
-def push(output: Path, repo: str, source: str) -> str:
+def push(output: Where, repo: str, source: str) -> str:
     """Upload a Hugging Face checkpoint as one commit; the address of the commit.
 
     A repository that is not there is created, for its owner alone. ``source`` is what the model
@@ -193,7 +194,7 @@ def push(output: Path, repo: str, source: str) -> str:
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    files = _files(output)
+    files = _files(storage_path(output))
     with _told(HubName(repo)):
         api = HfApi()
         api.create_repo(repo, private=True, exist_ok=True)
@@ -205,12 +206,12 @@ def push(output: Path, repo: str, source: str) -> str:
     return str(made.commit_url)
 
 
-def _files(output: Path) -> dict[str, Path]:
+def _files(output: StoragePath) -> dict[str, StoragePath]:
     """Name in the repository -> file."""
     if output.is_file():
         return {output.name: output}
-    found = sorted(path for path in output.rglob("*") if path.is_file())
-    return {path.relative_to(output).as_posix(): path for path in found}
+    found = [file for _, _, files in output.walk() for file in files]
+    return {str(file.relative_to(output)): file for file in sorted(found, key=str)}
 
 
 def model_card(repo: str, source: str) -> str:

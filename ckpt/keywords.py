@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from os import PathLike
 
 from .checkpoint.types import ReadOptions
 from .errors import CheckpointError
@@ -25,7 +25,7 @@ _RUN: dict[str, tuple[type, ...]] = {
     "workers": (int,),
 }
 _READ: dict[str, tuple[type, ...]] = {
-    "config": (str, PathLike),
+    "config": (str, os.PathLike),
     "copy_all": (bool,),
     "dequantize": (bool,),
     "drop_vision": (bool,),

@@ -26,7 +26,7 @@ def absolute(output: str | Path) -> Path:
     if ".." not in path.parts:
         return path
     # a/b/../c is a/c, and b need not be there; the last part may be a link that is replaced
-    return Path(os.path.realpath(path.parent)) / path.name if path.name != ".." else path
+    return Path(storage_path(path.parent).real()) / path.name if path.name != ".." else path
 
 
 def default_output(source: Where, ckpt: Checkpoint, target: Target | None, writer: Writer) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import hub
@@ -120,7 +119,7 @@ def follow(path: Where, iteration: int | None = None, *, download: bool = False)
 def finish_save(where: StoragePath) -> None:
     """Finish a save into this folder that was cut off while it replaced files."""
     if where.storage is LOCAL:
-        file_set.finish(Path(where))
+        file_set.finish(where)
 
 
 def _latest(where: StoragePath) -> StoragePath:

@@ -6,7 +6,8 @@ import ast
 import builtins
 import os
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from threading import Event, PurePosixPath
 
 import pytest
 from fixtures_safety import case, write_hf, write_native
@@ -179,7 +180,7 @@ def convert(source: StoragePath, output: str, options: ReshardOptions) -> Storag
     def finish(mover):
         for file in design.files:
             for checksum in file.layout.checksums:
-                seal(file.path, checksum, mover.files, scratch)
+                seal(file.path, checksum, mover.files, scratch, Event())
 
     run_units(
         units(made.copies), Budget(1), lambda mover, index, unit: mover.move(unit),

@@ -321,11 +321,12 @@ def _is_ours_to_finish(stage: Path) -> bool:
         return False  # another user's, who does not let us see
 
 
-def finish(folder: Path) -> None:
+def finish(place: str | os.PathLike[str]) -> None:
     """Finish the exchange that a killed run began in a folder; one look where there is none.
 
     Where another run is at it, its end is waited for. Raises CheckpointError.
     """
+    folder = Path(place)
     stop = time.monotonic() + _WAIT_SECONDS
     while True:
         with told(folder):

@@ -81,7 +81,7 @@ def read_model(path: str | None, params: str | None) -> tuple[Model, str]:
         both = f"--model {path} and --params {params}: say one of them" if path else None
         raise TrainError(both or "say what is trained: --model HF_DIR_OR_CONFIG or --params 7B")
     if path is not None:
-        file = model_path(path)
+        file = Path(model_path(path))
         return load_model(file / "config.json" if file.is_dir() else file), path
     assert params is not None
     name, config = shape_of_size(params)

@@ -61,7 +61,7 @@ def find_source(config: TrainConfig) -> Source:
             return Source(where, where, where, resumes=True, described=_described(where))
         return Source(model, where, where, resumes=True)
     assert config.model.path is not None
-    folder = model_path(config.model.path)
+    folder = Path(model_path(config.model.path))
     if folder.is_dir() and describes_itself(folder):
         where = Path(follow(folder))
         return Source(where, where, where, resumes=False, described=_described(where))
@@ -84,7 +84,7 @@ def _described(where: Path) -> str:
 
 
 def _config_file(text: str) -> Path:
-    path = model_path(text)
+    path = Path(model_path(text))
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise TrainError(f"--model {text}: there is no {file}")

@@ -6,8 +6,8 @@ import ast
 import builtins
 import os
 import sys
-from pathlib import Path
-from threading import Event, PurePosixPath
+from pathlib import Path, PurePosixPath
+from threading import Event
 
 import pytest
 from fixtures_safety import case, write_hf, write_native

@@ -41,7 +41,8 @@ def script(out: str, resume: str | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
-    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), seed=1)
+    plugin = MegatronLMPlugin(tp_degree=2, other_megatron_args={"seed": 1})
+    accelerator = Accelerator(megatron_lm_plugin=plugin)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     if resume is not None:
         accelerator.load_state(resume)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from shardwright.ckpt.checkpoint.config import load_model, model_from
 from shardwright.ckpt.errors import CheckpointError

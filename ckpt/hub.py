@@ -139,6 +139,8 @@ def _told(name: HubName) -> Iterator[None]:
 
     try:
         yield
+    except errors.LocalEntryNotFoundError:  # before 1.0 an answer of the hub, by its class
+        raise
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{name}: access is granted on request: open its page on the hub, accept its terms, "
@@ -155,8 +157,6 @@ def _told(name: HubName) -> Iterator[None]:
         raise CheckpointError(f"{name}: the hub answered: {first}") from error
     except errors.HFValidationError as error:
         raise CheckpointError(f"{name}: no name of the hub: {error}") from error
-    except errors.LocalEntryNotFoundError:
-        raise
     except Exception as error:
         client = type(error).__module__.partition(".")[0] in _CLIENTS
         if not client and not isinstance(error, OSError):

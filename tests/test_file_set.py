@@ -69,6 +69,28 @@ def test_a_set_is_added_and_replaced_and_all_else_stays(folder):
     assert not [name for name in names(folder) if name.startswith(".")]
 
 
+@pytest.mark.parametrize("when", ["before the files are durable", "after that"])
+def test_a_file_that_a_script_writes_meanwhile_stays_where_ours_may_stay_out(
+    when, folder, monkeypatch
+):
+    def came(*_: object) -> None:
+        (folder / "added").write_text("mine")
+
+    with FileSetTransaction(folder, LAST, owned) as made:
+        for name, data in whole("new").items():
+            (made.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (made.path / name).write_bytes(data)
+        made.yielding = frozenset({"added"})
+        if when == "after that":
+            monkeypatch.setattr(made.lock, "check", came)
+        else:
+            came()
+        made.publish()
+        assert made.yielded == ["added"]
+    expected = {name: data for name, data in whole("new").items() if name != "added"}
+    assert ours(folder) == {**expected, "added": b"mine"}
+
+
 def test_a_folder_that_is_not_there_is_made_and_goes_again_if_nothing_is_saved(tmp_path):
     with FileSetTransaction(tmp_path / "a/b", LAST, owned):
         assert (tmp_path / "a/b").is_dir()  # a script may list it and write into it

@@ -86,6 +86,41 @@ def test_a_script_gets_our_accelerator_where_megatron_is_asked_for(
         assert (run_name, argv, path) == ("__main__", [out, *words], str(tmp_path))
 
 
+def run_schedule() -> list[float]:
+    """A script's own scheduler beside a launcher's ``lr_decay_iters``: the rates of two steps."""
+    import os
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    os.environ |= {"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_LR_DECAY_ITERS": "320000"}
+    from shardwright.train import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=32,
+    ))  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates = []
+    for _ in range(2):
+        ids = torch.ones(1, 8, dtype=torch.long)
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates += schedule.get_last_lr()
+    return rates
+
+
+def test_a_scripts_scheduler_overrides_the_launchers_with_a_line(tmp_path) -> None:
+    assert launch("test_run_script:run_schedule", 1, tmp_path) == [[0.5, 0.25]]
+    said = (tmp_path / "output.txt").read_text()
+    assert "MEGATRON_LM_LR_DECAY_ITERS: the script's own scheduler overrides it" in said
+
+
 def test_what_follows_the_script_is_its_own() -> None:
     words = ["--tp", "2", "--main_process_port=29501", "s.py", "--learning_rate", "1", "--tp", "9"]
     assert train_run.split(words) == (words[:3], words[3:])

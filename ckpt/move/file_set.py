@@ -49,6 +49,8 @@ class FileSetTransaction:
         self.lock = OutputLock(self.folder / LOCK, folder)
         self.staging = StagingFolder(self.path, self.lock)
         self.older: frozenset[str] = frozenset()  # files of the set that is to be replaced
+        self.yielding: frozenset[str] = frozenset()  # files that stay out where a user's own came
+        self.yielded: list[str] = []
         self._made: list[Path] = []  # the folder and those around it, innermost first
         self._locked = self._exchanging = False
 
@@ -128,10 +130,11 @@ class FileSetTransaction:
         with told(self.output):
             names = self._staged()
             assert self.last in names, f"{self.output}: {self.last} was not written"
-            self.check(names)
+            self.check(set(names) - self.yielding)
             tree.sync_all(self.path)
             tree.sync(self.folder)
             self.lock.check()
+            names = self._without_yielding(names)
             leave = [name for name in self.older if self._is_as_made(name)]
             exchange = Exchange(self.path, self._in_order(leave)[::-1], self._in_order(names))
             self._exchanging = True
@@ -146,6 +149,13 @@ class FileSetTransaction:
                 raise
             self._end_exchange()
             self.staging.discard()
+
+    def _without_yielding(self, names: Sequence[str]) -> list[str]:
+        """The names that come; a script may have written files while the set was made."""
+        self.yielded = [name for name in names if name in self.yielding and self._fault(name)]
+        for name in self.yielded:
+            os.unlink(self.path / name)
+        return [name for name in names if name not in self.yielded]
 
     def _end_exchange(self) -> None:
         """One of the two sets is in place, durably: the other one may be removed."""

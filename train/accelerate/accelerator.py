@@ -23,6 +23,7 @@ import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs, MegatronLMDummyDataLoader
 
 from ..config import from_plugin as config_plugin
+from ..config.plugin import ASSIGNED, CONSTRUCTOR, OTHER
 from ..config.schema import TrainConfig
 from ..core import rng
 from ..core.engine import Engine, StepResult
@@ -297,22 +298,31 @@ class Accelerator(accelerate.Accelerator):
         if _kind(scheduler) == "prepared":
             return scheduler
         dummy, fields = isinstance(scheduler, MegatronLMDummyScheduler), self._schedule_fields()
+        self._own_schedule = None
         if dummy:
             found: Any = self._dummy_schedule(scheduler)
-            self._own_schedule = None
-        elif fields:
-            raise TrainError(
-                f"prepare: the plugin's {', '.join(fields)} and a scheduler of torch both set the "
-                "learning rate; leave one out, or use MegatronLMDummyScheduler"
-            )
         else:
             found = scheduler
+            self._one_schedule(fields)
         made = PreparedScheduler(
             found, self._optimizers, step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches or dummy,
         )  # fmt: skip
         self._schedulers.append(made)
         return made
+
+    def _one_schedule(self, fields: Sequence[str]) -> None:
+        """A script's scheduler overrides a file's or launcher's; TrainError for two of its own."""
+        own = [
+            name for name in fields if self.plugin.origin(name) in (CONSTRUCTOR, ASSIGNED, OTHER)
+        ]
+        if own:
+            raise TrainError(
+                f"prepare: the plugin's {', '.join(own)} and a scheduler of torch both set the "
+                "learning rate; leave one out, or use MegatronLMDummyScheduler"
+            )
+        for name in fields:
+            self.tell(f"{self.plugin.origin(name)}: the script's own scheduler overrides it")
 
     def _schedule_fields(self) -> list[str]:
         return config_plugin.schedule_fields(self.plugin)

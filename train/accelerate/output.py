@@ -18,12 +18,14 @@ class Output(CausalLMOutput):
     """
 
     _later: Callable[[], torch.Tensor] | None = None
+    _is_made = False  # some releases of transformers read every field in the constructor
 
     @classmethod
     def of(cls, loss: torch.Tensor | None, later: Callable[[], torch.Tensor] | None) -> Output:
         """``later`` computes the logits; None where they were not kept."""
         made = cls(loss=loss)
         object.__setattr__(made, "_later", later)
+        object.__setattr__(made, "_is_made", True)
         return made
 
     def _gather(self) -> None:
@@ -42,7 +44,7 @@ class Output(CausalLMOutput):
             )
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "logits":
+        if name == "logits" and object.__getattribute__(self, "_is_made"):
             object.__getattribute__(self, "_need")()
         elif name in ("to_tuple", "keys", "items", "values"):
             object.__getattribute__(self, "_gather")()

@@ -79,6 +79,8 @@ class SaveOutput:
             )
         self.sides = tuple(side for side in self.sides if not self._stays(made, side))
         made.check([shard_names.CHECKPOINT, *(side.name for side in self.sides)])
+        # a script that saves its tokenizer as soon as save_state returns keeps its own
+        made.yielding = frozenset(side.name for side in self.sides)
 
     def _stays(self, made: FileSetTransaction, side: SideFile) -> bool:
         """Whether the user's own file of a side file's name stays in its place."""
@@ -91,7 +93,7 @@ class SaveOutput:
             return False
         with told(own):
             if own.read_bytes() != _content(side):
-                self.notes.append(f"{own}: stays as it is, it was not written by a save")
+                self.notes.append(_stayed(own))
         return True
 
     def _check_config(self, own: Path) -> None:
@@ -121,7 +123,9 @@ class SaveOutput:
         written: Sequence[Written],
     ) -> None:
         """Write checkpoint.json and what travels along, and make all of it visible."""
-        path = self.transaction.path
+        path, made = self.transaction.path, self.transaction
+        if isinstance(made, FileSetTransaction):  # since `open` a script may have written files
+            self.sides = tuple(side for side in self.sides if not self._stays(made, side))
         table = {name: (size, mark) for part in written for name, size, mark in part}
         dtype = str(next(iter(held.named.values())).dtype).removeprefix("torch.")
         text = shards_out.checkpoint_json(
@@ -135,12 +139,18 @@ class SaveOutput:
         check_design(Design(files, Manifest({}, {})), path, sides)
         for side in sides:
             write_side(path, side, storage_path(path))
-        self.transaction.publish()
-        self.transaction.close()
+        made.publish()
+        if isinstance(made, FileSetTransaction):
+            self.notes += [_stayed(made.folder / name) for name in made.yielded]
+        made.close()
 
     def close(self, *, failed: bool = False) -> None:
         """Release the place; what was not published is removed."""
         self.transaction.close(failed=failed)
+
+
+def _stayed(own: Path) -> str:
+    return f"{own}: stays as it is, it was not written by a save"
 
 
 def _content(side: SideFile) -> bytes:

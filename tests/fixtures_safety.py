@@ -8,6 +8,7 @@ do not use the code under test.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -234,7 +236,18 @@ def _serve() -> None:
     for package in (families, formats):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
-    importlib.import_module("xxhash")
+    # what is imported where it is used; another user may not read the interpreter's own files
+    for name in (
+        "ctypes",
+        "difflib",
+        "hashlib",
+        "secrets",
+        "socket",
+        "tqdm",
+        "traceback",
+        "xxhash",
+    ):
+        importlib.import_module(name)
     gc.freeze()  # a collection in a fork would go through all of it, and so copy it
     tools = {"reshard": reshard, "merge": merge_ckpt, "verify": verify_ckpt}
     reports: dict[int, int] = {}
@@ -274,8 +287,6 @@ def _fork(main, argv: list[str], how: dict, writer: int) -> None:
         code = int(error.code or 0)
     finally:
         if code == 99:
-            import traceback
-
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -293,8 +304,6 @@ def _live_apart(view: str, uid: int | None) -> None:
     It stands for a client of a network file system, or a container with a shared volume.
     """
     if view:
-        import ctypes
-
         libc = ctypes.CDLL(None, use_errno=True)
         here = os.getcwd().encode()
         for call in (
@@ -341,7 +350,7 @@ def _instrument(
     if not flock:
         lock.fcntl = type("NoLocks", (), {**vars(fcntl), "flock": staticmethod(lambda *_: None)})
     if not exchange:
-        publish.ctypes = type("NoCalls", (), {"CDLL": staticmethod(lambda *_, **__: None)})
+        ctypes.CDLL = lambda *_, **__: None
 
     def moment(half=lambda: None) -> None:
         if next(counter) != at:

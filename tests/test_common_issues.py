@@ -273,7 +273,7 @@ def test_machines_that_do_not_meet_end_with_one_line(rank):
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert not _lacking(line, "error: the machines did not find each other", "imed out after",
-                        "--main-process-ip", "no firewall")  # fmt: skip
+                        "--main-process-ip", "open that port in the firewalls")  # fmt: skip
 
 
 # --- slow: the same through the launcher -------------------------------------------------------

@@ -158,19 +158,20 @@ def test_every_option_on_the_page_exists(capsys: pytest.CaptureFixture[str]) -> 
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
-    from shardwright.tools import train_ckpt, train_config
+    from shardwright.tools import train_ckpt, train_config, train_run
 
     known = {
         "train-ckpt": train_ckpt.parser(), "train-ckpt config": train_config.parser(),
+        "train-ckpt run": train_run.parser(),
         "torchrun": get_args_parser(), "accelerate launch": launch_command_parser(),
     }  # fmt: skip
     text = "\n".join(_blocks("bash")).replace("\\\n", " ")
     seen = set()
     for line in text.splitlines():
-        parts = re.split(r"(train-ckpt config|train-ckpt doctor|train-ckpt|torchrun|"
+        parts = re.split(r"(train-ckpt config|train-ckpt doctor|train-ckpt run|train-ckpt|torchrun|"
                          r"accelerate launch)", line)  # fmt: skip
         for name, words in zip(parts[1::2], parts[2::2], strict=True):
-            own = re.split(r" -m |#", words)[0]  # what follows -m is train-ckpt's
+            own = re.split(r" -m | \S+\.py\b|#", words)[0]  # what follows is another's
             flags = set(re.findall(r"(?<=\s)--[\w-]+", own))
             if name == "train-ckpt doctor":
                 continue
@@ -369,7 +370,7 @@ for batch in loader:
 if accelerator.is_main_process:
     plugin = accelerator.state.megatron_lm_plugin
     said = {name: getattr(plugin, name) for name in sys.argv[2:]}
-    json.dump({"losses": losses, "world": accelerator.num_processes, **said},
+    json.dump({"losses": losses, "world": torch.distributed.get_world_size(), **said},
               open(sys.argv[1], "w"))
 accelerator.wait_for_everyone()
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -72,7 +73,7 @@ def test_a_users_folder_named_replaced_is_left_alone(home):
 
 
 def test_a_users_folder_named_replaced_survives_without_the_swapping_call(home, monkeypatch):
-    monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
     mine = home / ".out.replaced"
     mine.mkdir()
     with untouched(mine):

@@ -115,7 +115,7 @@ def test_what_an_older_release_wrote_is_read(tmp_path):
 
 
 def test_a_file_that_would_run_code_or_is_of_an_unknown_kind_is_refused(tmp_path):
-    torch.save({"x": SimpleNamespace(a=1)}, tmp_path / "x")
+    torch.save({"x": Own()}, tmp_path / "x")
     with pytest.raises(TrainError, match="cannot be read"):
         registered.read(tmp_path / "x")
     for kind, value in (("later", 1), ("array", ("|O", (1,), b"12345678")), ("datetime", 3)):

@@ -250,6 +250,7 @@ def test_a_process_that_ends_publishes_what_every_rank_has_written_without_a_col
 SCRIPT = """
 import os, signal, sys, threading, time
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
 import trainer_save
 from shardwright.train.checkpoint import rank_files, save
 

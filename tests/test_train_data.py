@@ -683,7 +683,7 @@ def test_a_cursor_of_another_order_is_refused_with_both_values(tmp_path, numbers
         with pytest.raises(TrainError, match=message):
             changed[0].restore(state)
         assert changed[0].consumed_samples == 0
-    with pytest.raises(TrainError, match="lacks consumed_samples, seed"):
+    with pytest.raises(TrainError, match="has no consumed_samples, seed"):
         batches.restore({"data": "x", "seq_length": 8})
 
 

@@ -298,6 +298,17 @@ def cannot_say(model: Model) -> list[str]:
     return [f"groups of experts scored by their best 2 (megatron-core: by {each})"]
 
 
+def check_mtp(model: Model, args: Mapping[str, object], origin: object) -> None:
+    """CheckpointError if args say of layers that predict further tokens and no file has them."""
+    said = args.get("mtp_num_layers")
+    if said and model.sizes.get(MTP) and not mtp_layers(model):
+        raise CheckpointError(
+            f"{origin}: args say mtp_num_layers={said}, but no file holds a tensor mtp.layers.*; "
+            "get the files of the last pipeline stage again, or, if the layers were removed, name "
+            "a config without num_nextn_predict_layers with --config HF_DIR"
+        )
+
+
 def mtp_layers(model: Model) -> int:
     """How many layers predict further tokens."""
     return model.sizes.get(MTP, 0) if any(map(is_mtp, model.rules())) else 0

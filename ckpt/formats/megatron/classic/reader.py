@@ -29,8 +29,8 @@ from ....model.pipeline import numbered
 from ....model.placement import Placed, Placement
 from ....move.storage import StoragePath
 from .. import args as megatron_args
+from .. import expert_args, run_state
 from .. import names as megatron_names
-from .. import run_state
 from ..grouped import each_expert
 from ..optimizer import Param
 from ..optimizer_reader import OptimizerReader
@@ -81,6 +81,7 @@ class _Reader:
         )
         held = (name for r in ranks.values() for chunk in r.chunks for name, _ in chunk)
         self.model = with_tensors(self.model, held, stored=True)
+        expert_args.check_mtp(self.model, self.args, self.first.file)
         self.here = self._place()
         self.builder = ChunkBuilder(self.here)
         self.result = Checkpoint(path, NAME, Manifest({}, {}), self.model, self.here.mesh)

@@ -39,7 +39,7 @@ from ....model.manifest import SLOTS, Chunk, Manifest, SideFile
 from ....model.placement import Piece, Placed, Placement, restrict
 from ....move.storage import StoragePath
 from .. import args as megatron_args
-from .. import args_codec, run_state
+from .. import args_codec, expert_args, run_state
 from .. import names as megatron_names
 from ..classic import files as megatron_files
 from ..classic import reader as megatron
@@ -107,6 +107,7 @@ class _Reader:
         )
         held = (megatron_names.ours(_template(name)[1]) for name in self.listing.tensors)
         self.model = with_tensors(self.model, held, stored=True)
+        expert_args.check_mtp(self.model, self.args, self.common.path)
         true = self.model.sizes["vocab"]
         if self.padded < true:
             raise CheckpointError(

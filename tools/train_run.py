@@ -91,8 +91,8 @@ def _said(config: TrainConfig, args: argparse.Namespace) -> dict[str, str]:
     if any(path for path in args.config):  # whichever form the file has
         given |= {name for name in _LAYOUT if values[name] != cli.OPTIONS[name].default}
     found = {ENV + cli.OPTIONS[n].field.upper(): str(values[n]) for n in sorted(given)}
-    if found:
-        found["ACCELERATE_USE_MEGATRON_LM"] = "true"
+    # Accelerate alone would start a training of its own in each rank where there is no GPU
+    found["ACCELERATE_USE_MEGATRON_LM"] = "true"
     if args.precision is not None:
         found["ACCELERATE_MIXED_PRECISION"] = "no" if args.precision == "fp32" else args.precision
     return found

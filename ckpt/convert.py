@@ -134,26 +134,16 @@ def reshard(
     axes = take_axes("reshard", more)
     own = (*AXES, *(reshard.__kwdefaults__ or ()))
     read, run = take_options("reshard", more, read, run, own=own)
+    layers = tuple(pp_layers) if pp_layers is not None else None
+    most = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     options = ReshardOptions(
-        {"tp": tp, "pp": pp, **axes},
-        dp,
-        tuple(pp_layers) if pp_layers is not None else None,
-        dtype,
-        safe_serialization,
-        weights_only,
-        make_vocab_size_divisible_by,
-        to,
-        vpp,
-        use_distributed_optimizer,
-        parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size,
-        from_master,
-        allow_incomplete_args,
-        adam,
-        pp_layout,
-        ep,
-        etp,
-        drop_mtp,
-    )
+        axes={"tp": tp, "pp": pp, **axes}, dp=dp, pp_layers=layers, dtype=dtype,
+        safe=safe_serialization, weights_only=weights_only,
+        vocab_multiple=make_vocab_size_divisible_by, to=to, vpp=vpp,
+        distributed=use_distributed_optimizer, max_shard_bytes=most,
+        from_master=from_master, allow_incomplete_args=allow_incomplete_args, adam=adam,
+        pp_layout=pp_layout, ep=ep, etp=etp, drop_mtp=drop_mtp,
+    )  # fmt: skip
     return _run(source, output, options, read, run)
 
 

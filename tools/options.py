@@ -387,6 +387,15 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _flush() -> None:
+    """Say here what cannot be printed, and not while Python ends."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _silence()  # the reader of our output has gone
+
+
 def run(
     command: Callable[[Sequence[str]], int],
     argv: Sequence[str] | None,
@@ -414,11 +423,7 @@ def run(
             stream.reconfigure(errors="backslashreplace")
     try:
         code = command(spelled(sys.argv[1:] if argv is None else argv))
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # what cannot be printed is said here, not while Python ends
-        except BrokenPipeError:
-            _silence()  # the reader of our output has gone
+        _flush()
         return code
     except KeyboardInterrupt:
         print(f"interrupted; {_published() or 'nothing was published'}", file=sys.stderr)

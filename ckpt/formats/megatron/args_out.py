@@ -240,6 +240,18 @@ def _tensors_unsaid(model: Model, args: Mapping[str, object]) -> list[str]:
     return rows
 
 
+def _head_args(model: Model, names: set[str]) -> Args:
+    """Args of the attention heads: how many, how wide, with which biases and norms."""
+    heads, groups = model.sizes["n"], model.sizes["g"]
+    return {
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": model.sizes["hd"],
+        "add_qkv_bias": any(name.endswith("linear_qkv.bias") for name in names),
+        "qk_layernorm": any(name.endswith("q_layernorm.weight") for name in names),
+    }
+
+
 def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
     """Args made from the model's config."""
     config, sizes = model.config, model.sizes
@@ -266,9 +278,7 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "hidden_size": sizes["h"],
         "ffn_hidden_size": ffn,
         "num_attention_heads": sizes["n"],
-        "group_query_attention": sizes["g"] != sizes["n"],
-        "num_query_groups": sizes["g"],
-        "kv_channels": sizes["hd"],
+        **_head_args(model, names),
         "max_position_embeddings": positions,
         "seq_length": positions,
         "position_embedding_type": "learned_absolute" if learned else without or "rope",
@@ -285,8 +295,6 @@ def _from_config(model: Model, transformer_engine: bool, origin: str) -> Args:
         "openai_gelu": tanh,
         "squared_relu": not gated and wanted["activation"] == "relu2",
         "add_bias_linear": bias,
-        "add_qkv_bias": any(name.endswith("linear_qkv.bias") for name in names),
-        "qk_layernorm": any(name.endswith("q_layernorm.weight") for name in names),
         "untie_embeddings_and_output_weights": "tie_word_embeddings" not in model.flags,
         "init_method_std": _number_of(spread, "initializer_range", origin),
         "transformer_impl": "transformer_engine" if transformer_engine else "local",

@@ -19,7 +19,7 @@ from ...containers.pickles import TensorRef
 from ...model.box import row_major
 from ...model.chunk_builder import ChunkBuilder
 from ...model.dtypes import HALF, ITEMSIZE
-from ...model.file_layout import Entry
+from ...model.file_layout import Entry, Index
 from ...model.manifest import SLOTS
 from ...model.placement import Placed
 from . import args_codec, param_groups
@@ -210,13 +210,8 @@ class OptimizerReader:
                 self._unreadable(f"{file}: buffer {number} holds no single pair of dtypes")
                 return
             ((pair, values),) = table.items()
-            prefix = f"{lead}{number}.{tensor_names.key_text(pair)}"
             length = values.get("numel_unpadded") if isinstance(values, dict) else None
-            found = {
-                state: entry
-                for key, state in (("param", "master"), *((slot, slot) for slot in SLOTS))
-                if (entry := index.entries.get(f"{prefix}.{key}")) is not None
-            }
+            found = _buffers(index, f"{lead}{number}.{tensor_names.key_text(pair)}")
             used |= {entry.name for entry in found.values()}
             flat = self._laid_out(rank, file, number, pool, length, found.get("master"), weights)
             if flat is None:
@@ -459,6 +454,13 @@ def _plain_groups(
 def _hyperparameters(group: Group) -> dict[str, object]:
     """What a group says of how its parameters are trained; the step is looked at by itself."""
     return {k: group[k] for k in ("lr", "betas", "eps", "weight_decay", "momentum") if k in group}
+
+
+def _buffers(index: Index, prefix: str) -> dict[str, Entry]:
+    """Master or slot -> the flat buffer of it that a file has below ``prefix``."""
+    keys = {"master": "param", **{slot: slot for slot in SLOTS}}
+    entries = {state: index.entries.get(f"{prefix}.{key}") for state, key in keys.items()}
+    return {state: entry for state, entry in entries.items() if entry is not None}
 
 
 def _pools(params: Sequence[Param]) -> list[list[Param]]:

@@ -164,7 +164,13 @@ class _Reader:
         self._flat({n: t for n, t in tensors.items() if megatron_dist_flat.is_flat(n)})
         self._left_out()
         raise_all([*self.builder.faults, *self.repeats.faults], str(self.folder))
-        state = self._state()
+        result.manifest = self.builder.manifest(self._state(), self._sides())
+        self._describe(tensors, with_optimizer=with_optimizer)
+        return result
+
+    def _describe(self, tensors: Mapping[str, Stored], *, with_optimizer: bool) -> None:
+        """What the result says of its files, and its later checks; ``tensors`` are used."""
+        result = self.result
         result.state_file = self.common.path
         # Not bound methods: a checkpoint outlives its reader, which is larger.
         if with_optimizer:
@@ -190,14 +196,16 @@ class _Reader:
         if not with_optimizer:
             unneeded = {b.place for t in self.listing.tensors.values() for b in t.blobs}
             megatron_files.forget(result, unneeded - {blob.place for blob in blobs})
+
+    def _sides(self) -> tuple[SideFile, ...]:
+        """The files that travel along, and the config."""
         sides, notes = megatron_files.beside(self.path, self.folder)
-        result.notes += notes
+        self.result.notes += notes
         own = {str(self.folder / name) for name in (DESCRIBES, "transformer_config.json")}
         sides = [s for s in sides if s.source not in own]
         if self.config is not None:
             sides.append(SideFile("config.json", text=megatron_args.json_text(self.config)))
-        result.manifest = self.builder.manifest(state, tuple(sides))
-        return result
+        return tuple(sides)
 
     def _check_lost(self) -> None:
         """Bytes that are not there are an error where they are needed, and only there."""

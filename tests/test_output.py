@@ -36,11 +36,14 @@ def fill(transaction, text="new"):
     transaction.begin()
 
 
+DEAD = 4_000_000  # the number of a process that there is not
+
+
 def leave(output, **facts):
     """The lock file that a run of this machine leaves when it is killed."""
     record = {
         "run": "dead", "host": socket.gethostname(), "boot": lock._here()[1],
-        "space": lock._here()[2], "pid": 4_000_000, "started": "1", "staging": -1, "replaced": -1,
+        "space": lock._here()[2], "pid": DEAD, "started": "1", "staging": -1, "replaced": -1,
         "aside": "", **facts,
     }  # fmt: skip
     path = output.parent / f".{output.name}.partial.lock"
@@ -137,6 +140,24 @@ def test_without_flock_the_lock_of_a_dead_process_is_taken_over(home, monkeypatc
     leave(home / "out")
     reshard("hf", "out", tp=2)
     assert names(home) == ["hf", "out"]
+
+
+@pytest.mark.parametrize("look", ["_is_exclusive", "_started"])
+def test_a_lock_that_its_holder_removes_while_it_is_looked_at_is_taken(look, home, monkeypatch):
+    """H2: where flock has no effect, the second run reads the lock as the first one ends."""
+    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: None)
+    path = leave(home / "out")
+    real = getattr(lock, look)
+
+    def remove(of):
+        if of in (path, DEAD):
+            path.unlink(missing_ok=True)
+        return real(of)
+
+    monkeypatch.setattr(lock, look, remove)
+    with OutputTransaction(home / "out", overwrite=True) as transaction:
+        transaction.lock.check()
+    assert names(home) == ["hf"]
 
 
 def test_a_lock_of_another_machine_holds_for_ten_minutes_after_its_last_touch(home):

@@ -65,6 +65,8 @@ class OutputLock:
                 if self._is_held(made):
                     before = None if made else _last(self._fd)
                     break
+            except FileNotFoundError:
+                pass  # its holder has removed it
             except BaseException:
                 self._close()
                 raise
@@ -112,7 +114,7 @@ class OutputLock:
                 f"{self.output}: another run is writing it ({said}); if that run is dead, "
                 "pass --break-lock"
             )
-        return True
+        return self._is_current()  # a holder removes it and ends
 
     def _flocked(self, made: bool) -> bool:
         try:

@@ -21,8 +21,9 @@ from test_experts import write
 from test_megatron_out import _same
 
 from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard, verify
-from shardwright.ckpt.formats.megatron.args import config_from_args
+from shardwright.ckpt.formats.megatron.args import config_from_args, says
 from shardwright.ckpt.formats.megatron.classic.grid import Grid
+from shardwright.ckpt.formats.megatron.optimizer import registration_key
 from shardwright.ckpt.reader import read_checkpoint
 
 MOE, FP32 = "moe_bf16_tp1pp1ep2", "moe_fp32_tp2pp1ep2"
@@ -265,6 +266,87 @@ def test_experts_that_lie_together_are_read_as_those_that_lie_alone(
     assert any(name.startswith("exp_avg/") for name in read_checkpoint(made).manifest.tensors)
 
 
+def te_ordered(name: str, content: dict) -> None:
+    """The same as TransformerEngine's module registers them: the first linear layer of all experts,
+    then the second, in weights and in the experts' optimizer.
+    """
+    model, layers, first = content["model"], 4, r".*experts\.local_experts\.\d+\.linear_fc1\.weight"
+    count = sum(re.fullmatch(first, key) is not None for key in model) // layers
+    te_grouped(name, content)
+
+    def place(item: tuple[int, str]) -> tuple:
+        at, key = item
+        match = re.fullmatch(r"(.*mlp\.experts\.)linear_fc(\d)\.weight(\d+)", key)
+        return (firsts[match[1]], int(match[2]), int(match[3])) if match else (at, 0, 0)
+
+    firsts: dict[str, int] = {}
+    for at, key in enumerate(content["model"]):
+        if ".mlp.experts." in key:
+            firsts.setdefault(key[: key.index("experts.") + len("experts.")], at)
+    keys = [key for _, key in sorted(enumerate(content["model"]), key=place)]
+    content["model"] = {key: content["model"][key] for key in keys}
+    state = content["optimizer"][1]["state"]
+    order = [
+        layer * 2 * count + 2 * expert + linear
+        for layer in range(layers)
+        for linear in (0, 1)
+        for expert in range(count)
+    ]
+    content["optimizer"][1]["state"] = {i: state[at] for i, at in enumerate(order)}
+    said = content["args"]
+    said.transformer_impl, said.moe_grouped_gemm = "transformer_engine", True
+
+
+def test_grouped_experts_are_written_in_the_order_of_their_module(sources, tmp_path) -> None:
+    made = rewritten(sources[f"{FP32}_torch"], tmp_path / "in", te_ordered)
+    reshard(made, tmp_path / "out", to="megatron")
+    ours, theirs = files(tmp_path / "out"), files(made)
+    for rank, file in theirs.items():
+        mine, wanted = (
+            [key for key in content["model"] if re.search(r"experts\.linear_fc\d\.weight", key)]
+            for content in (ours[rank], file)
+        )
+        assert mine == wanted != []
+        states = (content["optimizer"][1]["state"] for content in (ours[rank], file))
+        assert list(_same(*states, "")) == []
+
+
+def test_registration_of_grouped_experts_is_that_of_a_module_with_a_weight_for_each() -> None:
+    experts = torch.nn.Module()
+    for linear in ("linear_fc1", "linear_fc2"):
+        layer = torch.nn.Module()
+        for i in range(11):
+            layer.register_parameter(f"weight{i}", torch.nn.Parameter(torch.zeros(1)))
+        experts.add_module(linear, layer)
+    names = [
+        re.sub(r"(.*)\.weight(\d+)", r"local_experts.\2.\1.weight", name)
+        for name, _ in experts.named_parameters()
+    ]
+    for head in ("decoder.layers.3.", "mtp.layers.0.transformer_layer."):
+        full = [f"{head}mlp.experts.{name}" for name in names]
+        assert sorted(full, key=lambda name: registration_key(name, True, True)) == full
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_flat_buffers_of_experts_in_one_tensor_are_not_read_in_another_order(
+    fused, sources, tmp_path
+) -> None:
+    """bf16 masters would show it, fp32 weights have none."""
+    shutil.copytree(sources[f"{QWEN}_dpreshard_torch_dist"], tmp_path / "in")
+    common = next((tmp_path / "in").glob("iter_*/common.pt"))
+    common.parent.chmod(0o755)
+    common.chmod(0o644)
+    stubs = types.SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="pickle")
+    content = torch.load(common, pickle_module=stubs, weights_only=False)
+    plain = (int, float, str, list, tuple, type(None))
+    said = {k: v for k, v in vars(content["args"]).items() if isinstance(v, plain)}
+    said |= {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": fused}
+    said |= {"transformer_impl": "transformer_engine"} if fused else {}
+    torch.save({**content, "args": argparse.Namespace(**said)}, common)
+    found = read_checkpoint(tmp_path / "in")
+    assert "experts that lie in one tensor" in found.unread_optimizer
+
+
 @pytest.mark.parametrize(
     ("tp", "ep", "etp", "written"),
     [
@@ -345,3 +427,40 @@ def test_args_of_experts_that_cannot_be_are_refused_by_name(more, says, sources)
     args = read_checkpoint(sources[f"{FP32}_torch"]).manifest.state["megatron"]["args"]
     with pytest.raises(CheckpointError, match=says):
         config_from_args({**args, **more}, "args.pt")
+
+
+def test_groups_scored_as_no_model_of_transformers_does_are_a_model_of_their_own(
+    sources, tmp_path
+) -> None:
+    """megatron-core scores a group by topk / group_topk experts, DeepSeek's model by two."""
+    grouped = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+    for best, kind in ((2, "deepseek_v3"), (4, "megatron_gpt")):
+
+        def change(name: str, content: dict, best: int = best) -> None:
+            vars(content["args"]).update(grouped, moe_router_topk=best)
+
+        made = rewritten(sources[f"{DEEPSEEK}_torch"], tmp_path / f"in{best}", change)
+        assert read_checkpoint(made).model.config["model_type"] == kind
+        reshard(made, tmp_path / f"out{best}", to="megatron", tp=1, pp=1)
+        found = verify(made, tmp_path / f"out{best}").differences
+        assert [line for line in found if "state" not in line] == []
+        (content,) = files(tmp_path / f"out{best}").values()
+        assert vars(content["args"])["moe_router_group_topk"] == 1
+
+
+def test_yarn_of_args_begins_at_the_length_that_megatron_core_takes(sources) -> None:
+    """transformers takes max_position_embeddings where a config does not say it."""
+    args = read_checkpoint(sources[f"{DEEPSEEK}_torch"]).manifest.state["megatron"]["args"]
+    yarn = {**args, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
+    yarn.pop("original_max_position_embeddings", None)
+    for said, length in (({}, 4096), ({"original_max_position_embeddings": 512}, 512)):
+        config = config_from_args({**yarn, **said}, "args.pt")
+        for key in ("rope_scaling", "rope_parameters"):
+            assert config[key]["original_max_position_embeddings"] == length
+
+
+def test_args_of_latent_attention_may_lack_what_it_does_not_use(sources) -> None:
+    args = read_checkpoint(sources[f"{DEEPSEEK}_torch"]).manifest.state["megatron"]["args"]
+    fewer = {key: args[key] for key in args if key not in ("num_query_groups", "kv_channels")}
+    assert not says(fewer).keys() & {"key and value heads", "head size"}
+    assert not says({**fewer, "num_attention_heads": None}).keys() & {"head size"}

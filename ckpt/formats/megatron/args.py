@@ -156,7 +156,8 @@ def says(args: Mapping[str, object]) -> dict[str, tuple[str, object]]:
     say("head size", "kv_channels", args.get("kv_channels"))
     found |= expert_args.says(args)
     if expert_args.is_latent(args):
-        del found["key and value heads"], found["head size"]
+        for what in ("key and value heads", "head size"):
+            found.pop(what, None)
     for name in ("layernorm_epsilon", "norm_epsilon"):  # the second is what old versions take
         say("norm epsilon", name, args.get(name))
     for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):

@@ -11,6 +11,8 @@ from ...model.family import MTP, Model, is_mtp
 
 Args = Mapping[str, object]
 MOE = "moe"  # the kind of layers with experts
+MEGATRON_GPT = "megatron_gpt"  # the family of what no model of transformers computes
+_TRANSFORMERS_BEST = 2  # its models score a group of experts by so many of its best
 # families whose routers score with a sigmoid
 SIGMOID = ("deepseek_v3", "glm4_moe", "dots1", "minimax_m2", "llama4")
 # families that renormalise the chosen experts' scores whatever the config says
@@ -27,7 +29,10 @@ SIZES: Mapping[str, tuple[str, str]] = {
     "dv": ("head size of values", "v_head_dim"),
     MTP: ("MTP layers", "mtp_num_layers"),
 }
+# of MLATransformerConfig: args of older versions do not have it
+_ORIGINAL_LENGTH = 4096
 _LATENT = ("ql", "kl", "dn", "dr", "dv")
+_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 LAYERS = "layers with experts"
 
 
@@ -101,7 +106,7 @@ def config_of(args: Args, base: dict[str, object], origin: str) -> dict[str, obj
     drop = ("architectures", "attention_bias", "mlp_bias", "sliding_window")
     latent = is_latent(args)
     table = {key: value for key, value in base.items() if key not in drop} | {
-        "model_type": "megatron_gpt",
+        "model_type": MEGATRON_GPT,
         "qkv_bias": args.get("add_qkv_bias") is True,
         "use_qk_norm": args.get("qk_layernorm") is True and not latent,
     }
@@ -136,11 +141,12 @@ def _latent_config(args: Args, origin: str) -> dict[str, object]:
     }
     factor = args.get("rotary_scaling_factor")
     if args.get("rope_type", "yarn") == "yarn" and factor not in (None, 1, 1.0):
-        scaling = {"rope_type": "yarn", "factor": factor}
-        for key in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
-                    "mscale_all_dim"):  # fmt: skip
-            if args.get(key) is not None:
-                scaling[key] = args[key]
+        scaling = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": _ORIGINAL_LENGTH,
+        }
+        scaling |= {key: args[key] for key in _YARN if args.get(key) is not None}
         found |= {
             "rope_scaling": scaling,
             "rope_parameters": {"rope_theta": args.get("rotary_base", 10000), **scaling},
@@ -230,6 +236,8 @@ def _deepseek_v3(table: Mapping[str, object]) -> dict[str, object] | None:
         return None
     if type(shared) is not int or type(width) is not int or shared % width:
         return None
+    if _best_of_group(table) != _TRANSFORMERS_BEST:
+        return None
     return _rest(table) | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -282,20 +290,26 @@ def args_of(model: Model) -> dict[str, object]:
     return found
 
 
-def cannot_say(model: Model) -> list[str]:
-    """What megatron-core computes otherwise: it scores a group of experts by as many of its best as
-    are chosen from each group, transformers always by two.
+def _best_of_group(config: Mapping[str, object]) -> int:
+    """How many of its best experts megatron-core scores a group by: as many as are chosen from each
+    group. Without groups, what transformers has.
     """
-    config = model.config
     groups, chosen, best = (
         config.get(key) for key in ("n_group", "topk_group", "num_experts_per_tok")
     )
     if type(groups) is not int or groups < 2 or type(chosen) is not int or type(best) is not int:
+        return _TRANSFORMERS_BEST
+    return best // chosen if chosen > 0 else 0
+
+
+def cannot_say(model: Model) -> list[str]:
+    """What megatron-core computes otherwise than transformers' model: scores of groups."""
+    each = _best_of_group(model.config)
+    if model.family.name == MEGATRON_GPT or each == _TRANSFORMERS_BEST:
         return []
-    each = best // chosen if chosen > 0 else 0
-    if each == 2:
-        return []
-    return [f"groups of experts scored by their best 2 (megatron-core: by {each})"]
+    return [
+        f"groups of experts scored by their best {_TRANSFORMERS_BEST} (megatron-core: by {each})"
+    ]
 
 
 def check_mtp(model: Model, args: Mapping[str, object], origin: object) -> None:
@@ -324,12 +338,10 @@ def _yarn(config: Mapping[str, object]) -> dict[str, object]:
     table = {**(old if isinstance(old, dict) else {}), **(new if isinstance(new, dict) else {})}
     if (table.get("rope_type") or table.get("type")) != "yarn":
         return {}
-    known = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
-             "mscale_all_dim")  # fmt: skip
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": table.get("factor"),
-        **{key: table[key] for key in known if table.get(key) is not None},
+        **{key: table[key] for key in _YARN if table.get(key) is not None},
     }
 
 

@@ -212,10 +212,12 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(\d)")
 _MTP_INNER = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)")
 
 
-def registration_key(name: str, fused: bool = False) -> tuple[int, ...]:
+def registration_key(name: str, fused: bool = False, grouped: bool = False) -> tuple[int, ...]:
     """Sorts our names in the order in which megatron-core's GPTModel registers parameters.
 
-    ``fused``: with TransformerEngine's layers. Source: megatron.core.models.gpt.
+    ``fused``: with TransformerEngine's layers; ``grouped``: where these compute all experts of a
+    rank at once, and have the first linear layer of all before the second. Source:
+    megatron.core.models.gpt.
     """
     outer = next((i for i, head in enumerate(_OUTER) if name.startswith(head + ".")), len(_OUTER))
     kind = int(name.endswith((".bias", ".expert_bias")))
@@ -223,19 +225,20 @@ def registration_key(name: str, fused: bool = False) -> tuple[int, ...]:
     if mtp:
         within = "transformer_layer" if mtp[2] else mtp[3].partition(".")[0]
         at = _IN_MTP.index(within) if within in _IN_MTP else len(_IN_MTP)
-        inner = _layer_key(mtp[3], fused) if mtp[2] else (0, 0, 0)
+        inner = _layer_key(mtp[3], fused, grouped) if mtp[2] else (0, 0, 0)
         return outer, int(mtp[1]), at, *inner, kind
     if not name.startswith("decoder.layers."):
         return outer, 0, 0, 0, 0, 0, kind
     number, _, rest = name.removeprefix("decoder.layers.").partition(".")
-    return outer, int(number), 0, *_layer_key(rest, fused), kind
+    return outer, int(number), 0, *_layer_key(rest, fused, grouped), kind
 
 
-def _layer_key(rest: str, fused: bool) -> tuple[int, int, int]:
+def _layer_key(rest: str, fused: bool, grouped: bool) -> tuple[int, int, int]:
     """The place of a tensor in its layer; of experts, their number and linear layer."""
     inner = rest.rpartition(".")[0]
     order = _FUSED_LAYER if fused else _IN_LAYER
     expert = _EXPERT.match(rest)
     if expert:
-        return order.index("mlp.experts"), int(expert[1]), int(expert[2])
+        number, linear = int(expert[1]), int(expert[2])
+        return order.index("mlp.experts"), *((linear, number) if grouped else (number, linear))
     return order.index(inner) if inner in order else len(order), 0, 0

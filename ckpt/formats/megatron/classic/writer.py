@@ -242,7 +242,12 @@ class Designer:
             if self.grouped:
                 shown = megatron_names.grouped(shown)
             found.append(_Row(row, param, shown, states))
-        found.sort(key=lambda r: (r.param.chunk, registration_key(r.param.name, self.fused)))
+        found.sort(
+            key=lambda r: (
+                r.param.chunk,
+                registration_key(r.param.name, self.fused, self.grouped),
+            )
+        )
         yield from found
 
     def has_experts(self, row: Placed) -> bool:

@@ -66,6 +66,11 @@ def read(saved: SavedRun, tensors: Mapping[str, Stored]) -> str:
         chain = None if match[1] is None else int(match[1])
         table = buckets.setdefault((chain, int(match[2]), int(match[3])), {})
         table.setdefault(match[6], {})[int(match[5])] = stored
+    if _lies_together(saved):
+        return (
+            f"{saved.folder}: flat buffers of experts that lie in one tensor (megatron-core's "
+            "GroupedMLP), whose elements have another order"
+        )
     try:
         here = _placement(saved)
     except CheckpointError as error:
@@ -123,25 +128,39 @@ def mesh_of(args: Mapping[str, object], model: Model) -> Mesh:
     return build_mesh(model, axes, split.stages, split.mtp, ep=ep or 1, etp=etp)
 
 
+def _is_fused(saved: SavedRun) -> bool:
+    """Whether the run had TransformerEngine's layers."""
+    return saved.args.get("transformer_impl") == "transformer_engine"
+
+
+def _lies_together(saved: SavedRun) -> bool:
+    """Whether a parameter of the run was a linear layer of all experts of a rank."""
+    args = saved.args
+    if args.get("moe_grouped_gemm") is not True or not saved.model.sizes.get("expert"):
+        return False
+    return not _is_fused(saved) or args.get("moe_use_legacy_grouped_gemm") is True
+
+
 def _placement(saved: SavedRun) -> Placement:
     """What each rank of the saving run held."""
     model = saved.model
     mesh = mesh_of(saved.args, model)
     layout = {**default_layout(model.family), "qkv": saved.layout["qkv"]}
-    fused = saved.args.get("transformer_impl") == "transformer_engine"
-    return Placement.of(model, mesh, layout, saved.padded, frozenset({WHOLE_DOWN} if fused else ()))
+    variant = frozenset({WHOLE_DOWN} if _is_fused(saved) else ())
+    return Placement.of(model, mesh, layout, saved.padded, variant)
 
 
 def _pools(saved: SavedRun, rows: Mapping[str, Placed], pp: int) -> list[list[Param]]:
     """The parameters of each buffer, in registration order."""
-    fused = saved.args.get("transformer_impl") == "transformer_engine"
+    fused = _is_fused(saved)
+    grouped = fused and saved.args.get("moe_grouped_gemm") is True
     tied = "tie_word_embeddings" in saved.model.flags and pp > 1
     params = []
     for name, placed in rows.items():
         shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
         dtype = saved.builder.metas[placed.parts[0]].dtype
         params.append(Param(name, placed.shape, dtype, placed.stage, shared))
-    params.sort(key=lambda p: (p.chunk, registration_key(p.name, fused)))
+    params.sort(key=lambda p: (p.chunk, registration_key(p.name, fused, grouped)))
     pools: dict[tuple[int, str], list[Param]] = {}
     for param in params:
         pools.setdefault((param.chunk, param.dtype), []).append(param)

@@ -557,7 +557,7 @@ def test_a_key_twice_among_many_is_found_at_once(home):
     edit_header(home / RANK, change)
     started = time.process_time()
     refused(lambda: verify("native"), RANK, "'x' twice")
-    assert time.process_time() - started < 60  # looking through all for each takes minutes
+    assert time.process_time() - started < 5
 
 
 def test_long_layer_numbers_are_names_like_any_other(home):

@@ -496,7 +496,7 @@ def test_a_nested_tuple_as_key_costs_nothing():
     for key in (doubled, deep):
         refused(b"}" + key + b"Ns.", "key")
         refused(b"\x8f(" + key + b"\x90.", "key")
-    assert time.process_time() - start < 60  # it would not end; two seconds where nobody waits
+    assert time.process_time() - start < 5
 
 
 def test_copying_one_value_over_and_over_is_refused():

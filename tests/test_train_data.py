@@ -889,4 +889,5 @@ def test_corpora_read_well_in_a_log():
 def test_no_warning_reaches_a_user_with_clean_data(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opened(tmp_path, written(tmp_path / "a.jsonl", '{"text": "x"}\n'))
+        corpus = opened(tmp_path, written(tmp_path / "a.jsonl", '{"text": "x"}\n'))
+    assert (corpus.documents, corpus.tokens) == (1, 2)  # the byte, and the end of the document

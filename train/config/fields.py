@@ -300,7 +300,13 @@ ALIASES = {
 YAML_ALIASES = {**ALIASES, "learning_rate_decay_iters": "lr_decay_iters"}
 # Megatron arguments without a field.
 ARGUMENTS: dict[str, FieldUse] = {
-    "seed": used_field("int", 1234, "Seed of initial weights, dropout and data order.", least=0),
+    "seed": used_field(
+        "int",
+        1234,
+        "Seed of a script's dropout; torch's random state at prepare() decides it if it is not "
+        "given. The default is that of train-ckpt.",
+        least=0,
+    ),
     "make_vocab_size_divisible_by": used_field(
         "int", 128, "The vocabulary is padded to a multiple of this times tp.", least=1
     ),

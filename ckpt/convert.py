@@ -36,6 +36,7 @@ from .without_mtp import without_mtp
 
 if TYPE_CHECKING:
     from .formats.writing import Writer
+    from .logits import LogitsVerdict
     from .verdict import Verdict
 
 
@@ -465,13 +466,34 @@ def verify_output(
     """
     from .verifier import compare_checkpoints
 
-    read = read or ReadOptions()
-    ckpt = read_checkpoint(source, replace(read, weights_only=weights_only and not from_master))
-    if from_master:
-        ckpt = _renamed_masters(ckpt)
-    config = find_config(ckpt.path if ckpt.path.is_dir() else ckpt.path.parent, read)
-    made = read_checkpoint(output, ReadOptions(config, vocab_size=read.vocab_size))
+    ckpt, made = _both(source, output, from_master, read or ReadOptions(), weights_only)
     tolerance = Tolerance(cast=dtype is not None)
     state = ckpt.format == made.format
     run = run or RunOptions()
     return compare_checkpoints(ckpt, made, tolerance, weights_only, run, state=state)
+
+
+def output_logits(
+    source: Where,
+    output: Path,
+    prompt: str,
+    dtype: str | None,
+    from_master: bool = False,
+    read: ReadOptions | None = None,
+) -> LogitsVerdict:
+    """Compare the logits of a finished output with those of its source's model."""
+    from .logits import compare_logits
+
+    ckpt, made = _both(source, output, from_master, read or ReadOptions(), weights_only=True)
+    return compare_logits(ckpt, made, prompt, cast=dtype is not None)
+
+
+def _both(
+    source: Where, output: Path, from_master: bool, read: ReadOptions, weights_only: bool
+) -> tuple[Checkpoint, Checkpoint]:
+    """A source, under the names that its output has, and the output."""
+    ckpt = read_checkpoint(source, replace(read, weights_only=weights_only and not from_master))
+    if from_master:
+        ckpt = _renamed_masters(ckpt)
+    config = find_config(ckpt.path if ckpt.path.is_dir() else ckpt.path.parent, read)
+    return ckpt, read_checkpoint(output, ReadOptions(config, vocab_size=read.vocab_size))

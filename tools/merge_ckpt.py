@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import options
+
+if TYPE_CHECKING:
+    from shardwright.ckpt import ReadOptions
 
 EXAMPLES = (
     "checkpoint-1000",
     "checkpoint-1000 --output merged.safetensors --dtype bf16",
     "megatron-run --output merged --max-shard-size 5GB --verify",
+    "megatron-run --output merged --test-logits 'The capital of France is'",
 )
 
 
@@ -39,6 +45,10 @@ def parser(prog: str = "merge-ckpt") -> argparse.ArgumentParser:
     )
     options.add_verify(made)
     made.add_argument(
+        "--test-logits", metavar="PROMPT", help="compare the logits of the result with those of "
+        "the source's model, in float32 on the CPU (token ids if there is no tokenizer: '1 2 3')",
+    )  # fmt: skip
+    made.add_argument(
         "--push-to-hub", metavar="REPO", help="upload the result to the Hugging Face hub, with the "
         "stub of a model card (a new repository is private)",
     )  # fmt: skip
@@ -52,6 +62,8 @@ def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
     made = parser(prog)
     args = made.parse_args(argv)
     options.check_verify(args, made)
+    if args.test_logits is not None and args.dry_run:
+        made.error("--test-logits opens what was written; --dry-run writes nothing")
     if args.push_to_hub and args.dry_run:
         made.error("--push-to-hub uploads what was written; --dry-run writes nothing")
     source = options.checkpoint_of(args, made)
@@ -62,6 +74,10 @@ def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
     read, run = options.read_options(args), options.run_options(args)
     if args.push_to_hub:
         hub.check_push(args.push_to_hub)
+    if args.test_logits is not None:
+        from shardwright.ckpt.logits import check_logits
+
+        check_logits(args.output)
     report = merge(
         source,
         args.output,
@@ -81,11 +97,23 @@ def command(argv: Sequence[str], prog: str = "merge-ckpt") -> int:
 
         verdict = verify_output(source, report.output, args.dtype, args.from_master, read, run)
         code = options.say_verified(verdict, args.quiet)
+    if args.test_logits is not None and code == options.DONE:
+        _test_logits(args, source, report.output, read)
     if args.push_to_hub and code == options.DONE:
         address = hub.push(report.output, args.push_to_hub, report.output.name)
         if not args.quiet:
             options.say(f"uploaded to {address}")
     return code
+
+
+def _test_logits(args: argparse.Namespace, source: Path, output: Path, read: ReadOptions) -> None:
+    """Print what both models say; CheckpointError where they differ."""
+    from shardwright.ckpt.convert import output_logits
+
+    verdict = output_logits(source, output, args.test_logits, args.dtype, args.from_master, read)
+    if not args.quiet:
+        options.say(*verdict.lines())
+    verdict.check(output)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ EXAMPLES = (
     "checkpoint-1000",
     "checkpoint-1000 --output merged.safetensors --dtype bf16",
     "megatron-run --output merged --max-shard-size 5GB --verify",
-    "megatron-run --output merged --test-logits 'The capital of France is'",
+    "megatron-run --output tested --test-logits '1 2 3'",
 )
 
 

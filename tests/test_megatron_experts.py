@@ -20,7 +20,7 @@ from independent import _Unpickler, assert_same, load_hf
 from test_experts import write
 from test_megatron_out import _same
 
-from shardwright.ckpt import CheckpointError, RunOptions, merge, reshard, verify
+from shardwright.ckpt import CheckpointError, ReadOptions, RunOptions, merge, reshard, verify
 from shardwright.ckpt.formats.megatron.args import config_from_args, says
 from shardwright.ckpt.formats.megatron.classic.grid import Grid
 from shardwright.ckpt.formats.megatron.optimizer import registration_key
@@ -464,3 +464,25 @@ def test_args_of_latent_attention_may_lack_what_it_does_not_use(sources) -> None
     fewer = {key: args[key] for key in args if key not in ("num_query_groups", "kv_channels")}
     assert not says(fewer).keys() & {"key and value heads", "head size"}
     assert not says({**fewer, "num_attention_heads": None}).keys() & {"head size"}
+
+
+@pytest.mark.parametrize(
+    ("said", "config"), [("HuggingFaceTokenizer", None), (4, "dense"), (1, None)]
+)
+def test_args_of_experts_and_a_model_without_are_refused_with_both(
+    said, config, golden, tmp_path
+) -> None:
+    """Found by ``make torture``: it ended with a KeyError."""
+
+    def change(name: str, content: dict) -> None:
+        content["args"].num_experts = said
+
+    made = rewritten(golden / "gpt2_fp32_tp2pp2_torch", tmp_path / "in", change)
+    dense = None
+    if config:
+        dense = tmp_path / "hf"
+        merge(golden / "gpt2_fp32_tp2pp2_torch", dense)
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(made, ReadOptions(config=dense))
+    assert repr(said) in str(error.value)
+    assert "experts" in str(error.value)

@@ -24,7 +24,7 @@ from ....model.family import WHOLE_DOWN, build_mesh, with_tensors
 from ....model.file_layout import Entry
 from ....model.layout import check_layout
 from ....model.manifest import Manifest, SideFile
-from ....model.mesh import Coord, Stages
+from ....model.mesh import Coord, Mesh, Stages
 from ....model.pipeline import numbered
 from ....model.placement import Placed, Placement
 from ....move.storage import StoragePath
@@ -137,6 +137,7 @@ class _Reader:
         axes = (("tp", self.tp), ("pp", self.pp))
         experts = {"ep": self.grid.ep, "etp": self.grid.etp} if self.grid.experts else {}
         mesh = build_mesh(model, axes, self.stages, self._mtp(), **experts)
+        self._check_experts(mesh)
         whole = any(
             megatron_names.is_whole_down(name, entry.shape, model.sizes)
             for rank in self.ranks.values()
@@ -149,6 +150,17 @@ class _Reader:
             return Placement.of(model, mesh, self.layout, padded, variant, nbytes=nbytes)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
+
+    def _check_experts(self, mesh: Mesh) -> None:
+        """The files, whose folders are numbered by args and tensors, and the model must agree."""
+        if self.grid.experts == (mesh.experts is not None):
+            return
+        ours, theirs = ("with", "without") if self.grid.experts else ("without", "with")
+        raise CheckpointError(
+            f"{self.first.file}: its args (num_experts {self.args.get('num_experts')!r}) and tensors "
+            f"are of a model {ours} experts, what the model is made of ({self.model.family.name}) of "
+            f"one {theirs}; if args are wrong, name the right config with --config HF_DIR"
+        )
 
     def _mtp(self) -> tuple[int, int] | None:
         """The rank and virtual stage of the layers that predict further tokens."""

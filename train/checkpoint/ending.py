@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from ..errors import TrainError
 
+_ENDS_S = 1.0  # how long an end of the watch is waited for
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _under_way: list[Callable[[], None]] = []
 _watch: _Watch | None = None
@@ -75,16 +76,17 @@ class _Watch:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in self._taken:
             signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self._wait, daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
 
     def _wait(self) -> None:
-        while said := os.read(self._reader, 1):
-            if said[0] in self._taken:
-                finish()
-                # signal.signal works in the main thread alone, which may be stuck
-                ctypes.CDLL(None).signal(said[0], 0)
-                os.kill(os.getpid(), said[0])
-        os.close(self._reader)
+        with open(self._reader, "rb", buffering=0) as signals:
+            while said := signals.read(1):
+                if said[0] in self._taken:
+                    finish()
+                    # signal.signal works in the main thread alone, which may be stuck
+                    ctypes.CDLL(None).signal(said[0], 0)
+                    os.kill(os.getpid(), said[0])
 
     def close(self) -> None:
         """Let signals end the process again."""
@@ -92,3 +94,5 @@ class _Watch:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
         os.close(self._writer)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_ENDS_S)  # it closes the pipe; it may also be busy with a signal

@@ -157,8 +157,8 @@ class _Reader:
             return
         ours, theirs = ("with", "without") if self.grid.experts else ("without", "with")
         raise CheckpointError(
-            f"{self.first.file}: its args (num_experts {self.args.get('num_experts')!r}) and tensors "
-            f"are of a model {ours} experts, what the model is made of ({self.model.family.name}) of "
+            f"{self.first.file}: its args (num_experts {self.args.get('num_experts')!r}) and "
+            f"tensors are of a model {ours} experts, the config ({self.model.family.name}) is of "
             f"one {theirs}; if args are wrong, name the right config with --config HF_DIR"
         )
 

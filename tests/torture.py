@@ -1,6 +1,6 @@
 """The long campaign: hostile files, hostile checkpoints, kills and failing system calls.
 
-    python tests/torture.py --state FILE [--only reader,whole,kills,calls] [--seeds A:B]
+    python tests/torture.py --state FILE [--only reader,whole,kills,calls,folder] [--seeds A:B]
                             [--part K/N] [--workers N] [--minutes M] [--dir DIR]
     python tests/torture.py --report FILE... [--into docs/reliability.md]
 
@@ -31,7 +31,7 @@ from pathlib import Path
 
 READERS = [f"reader.{name}" for name in
            ("safetensors", "torch_zip", "torch_legacy", "dcp", "json")]  # fmt: skip
-CAMPAIGNS = [*READERS, "whole", "kills", "calls"]
+CAMPAIGNS = [*READERS, "whole", "kills", "calls", "folder.kills", "folder.calls"]
 WHAT = {
     "reader.safetensors": "mutated safetensors files through the reader",
     "reader.torch_zip": "mutated torch zip files through the reader",
@@ -41,6 +41,8 @@ WHAT = {
     "whole": "mutated checkpoints through every `--to`, `inspect-ckpt`, `verify-ckpt`",
     "kills": "kills of reshard, merge and the trainer's save",
     "calls": "system calls that fail once",
+    "folder.kills": "kills of a save into a folder of other files",
+    "folder.calls": "system calls of such a save that fail once",
 }
 MARKS = ("<!-- counts -->", "<!-- end of counts -->")
 STOP_EARLY_S = 20  # before --minutes are over: so long may a range still take
@@ -86,6 +88,10 @@ class Runner:
                 from torture_kills import Kills
 
                 self.made[name] = Kills(home)
+            elif head == "folder":
+                from torture_folder import FolderCalls, FolderKills
+
+                self.made[name] = (FolderKills if container == "kills" else FolderCalls)(home)
             else:
                 from torture_calls import Calls
 
@@ -229,7 +235,8 @@ def pending(
     found = []
     for name, (total, step) in totals.items():
         start, stop = seeds[0], seeds[1] if seeds[1] is not None else total
-        if name == "calls":  # there are no more; of the others there are as many as one likes
+        # There are no more calls; of the others there are as many inputs as one likes.
+        if name in ("calls", "folder.calls"):
             stop = min(stop, total)
         size = max(0, stop - start)
         low, high = (start + size * k // part[1] for k in (part[0] - 1, part[0]))
@@ -278,7 +285,7 @@ def report(ranges: Sequence[Range]) -> str:
             counts.update(made.counts)
         broken = counts.pop("broken", 0)
         dearest = f"{max(r.worst_s for r in mine):.2f} s, {max(r.worst_mib for r in mine):.0f} MiB"
-        if name == "kills":
+        if name in ("kills", "folder.kills"):
             dearest = ""
         cells = (WHAT[name], f"{broken + counts.total():,}", _outcomes(counts), f"{broken:,}",
                  dearest, f"{sum(r.cpu_s for r in mine):,.0f} s")  # fmt: skip
@@ -323,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(any(r.failures for r in ranges))
     chosen = [c for c in CAMPAIGNS if any(c == o or c.startswith(o + ".") for o in args.only)]
     if not chosen:
-        raise SystemExit(f"--only: choose of {', '.join(['reader', *CAMPAIGNS])}")
+        raise SystemExit(f"--only: choose of {', '.join(['reader', 'folder', *CAMPAIGNS])}")
     home = Path(tempfile.mkdtemp(prefix="torture-", dir=args.dir))
     kept = (args.kept or Path.cwd() / "build" / "torture").absolute()
     kept.mkdir(parents=True, exist_ok=True)
@@ -383,6 +390,14 @@ def _totals(chosen: list[str], home: Path) -> dict[str, tuple[int, int]]:
             from torture_kills import Kills
 
             found[name] = (Kills.total, Kills.step)
+        elif name == "folder.kills":
+            from torture_folder import FolderKills
+
+            found[name] = (FolderKills.total, FolderKills.step)
+        elif name == "folder.calls":
+            from torture_folder import FolderCalls
+
+            found[name] = (FolderCalls(home / "counted-folder").total, FolderCalls.step)
         elif name == "whole":
             from torture_whole import Whole
 
@@ -407,7 +422,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory = Path("/dev/shm")
     made.add_argument("--only", type=lambda text: text.split(","), default=CAMPAIGNS,
-                      help=f"campaigns: reader, {', '.join(CAMPAIGNS)}")  # fmt: skip
+                      help=f"campaigns: reader, folder, {', '.join(CAMPAIGNS)}")  # fmt: skip
     made.add_argument("--seeds", type=_seeds, default=(0, None), metavar="A:B",
                       help="of each campaign; default: all")  # fmt: skip
     made.add_argument("--part", type=_part, default=(1, 1), metavar="K/N",

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import failing_calls
 import pytest
 import torch
 import trainer_save
-from fixtures_safety import LONG_S, names, refused
+from fixtures_safety import LONG_S, content, names, refused
 from train_helpers import launch
 
 from shardwright.ckpt import open_checkpoint, reshard, verify
@@ -345,3 +348,22 @@ def test_an_older_checkpoint_without_the_empty_file_of_a_frozen_stage_is_read(ra
     assert verify(tmp_path / "old").differences == []
     reshard(tmp_path / "old", tmp_path / "one", tp=1, pp=1)
     assert set(open_checkpoint(tmp_path / "one")) == set(open_checkpoint(ran[0] / "frozen"))
+
+
+@pytest.mark.parametrize("name", ["close", "stat", "fstat", "read"])
+def test_a_call_that_fails_in_one_save_is_our_error_and_harms_no_later_one(
+    name: str, tmp_path: Path
+) -> None:
+    """Found by ``make torture``: a pipe that could not be closed broke every save after it."""
+    trainer_save.save(tmp_path / "wanted", 2)
+    wanted = content(tmp_path / "wanted/checkpoint-2")
+    with failing_calls.watched() as counts:
+        trainer_save.save(tmp_path / "run", 1)
+    opened = len(os.listdir("/proc/self/fd"))
+    for at in range(counts[name]):
+        shutil.rmtree(tmp_path / "run")
+        with failing_calls.watched(name, at, errno.EIO), suppress(*trainer_save.ERRORS):
+            trainer_save.save(tmp_path / "run", 1)
+        assert len(os.listdir("/proc/self/fd")) == opened, at
+        trainer_save.save(tmp_path / "run", 2)
+        assert content(tmp_path / "run/checkpoint-2") == wanted

@@ -41,8 +41,8 @@ def over(finish: Callable[[], None]) -> None:
         _under_way.remove(finish)
     main = threading.current_thread() is threading.main_thread()
     if not _under_way and _watch is not None and main:
-        _watch.close()
-        _watch = None
+        watch, _watch = _watch, None
+        watch.close()
 
 
 def finish() -> None:
@@ -80,19 +80,25 @@ class _Watch:
         self._thread.start()
 
     def _wait(self) -> None:
-        with open(self._reader, "rb", buffering=0) as signals:
-            while said := signals.read(1):
+        try:
+            while said := os.read(self._reader, 1):
                 if said[0] in self._taken:
                     finish()
                     # signal.signal works in the main thread alone, which may be stuck
                     ctypes.CDLL(None).signal(said[0], 0)
                     os.kill(os.getpid(), said[0])
+        except OSError:
+            pass  # a pipe of one's own fails only where its process is at its end
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(self._reader)
 
     def close(self) -> None:
         """Let signals end the process again."""
         for number in self._taken:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
-        os.close(self._writer)
+        with contextlib.suppress(OSError):  # nothing is in it, and its number is free all the same
+            os.close(self._writer)
         if self._thread is not threading.current_thread():
             self._thread.join(_ENDS_S)  # it closes the pipe; it may also be busy with a signal

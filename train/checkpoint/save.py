@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from shardwright.ckpt.errors import CheckpointError
 from shardwright.ckpt.model.manifest import SideFile
+from shardwright.ckpt.move.storage import told
 
 from ..core.notes import Notes
 from ..errors import TrainError
@@ -162,10 +163,11 @@ class Saver:
         """
         made, why, added = None, "", False
         if self.held.rank == 0:
-            added = into or final.is_dir()
-            made = SaveOutput(final, added, self.held.model, tuple(sides))
             try:
-                made.open()
+                with told(final):
+                    added = into or final.is_dir()
+                    made = SaveOutput(final, added, self.held.model, tuple(sides))
+                    made.open()
             except CheckpointError as error:
                 why = str(error)
         why, added = gather((why, added), self.held.control)[0]
